@@ -1,0 +1,139 @@
+"""The plan of an extraction: which documents make up which unit, decided before any forward pass and written down.
+
+A unit becomes one part of the store. Units, their order and their batches depend on the data and the settings alone,
+never on workers or on what was interrupted. Knows nothing of targets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..store import HELDOUT, TRAIN, Store, part_id
+from ..store.files import rename_whole
+from ..store.format import PLANS, STAGING
+from .corpus import Corpus
+from .data import DataError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit of work: its part's id, its split and its documents, as indices into the corpus in the order stored."""
+
+    id: str
+    split: str
+    documents: list[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    key: hash of data, identity and the settings that shape units.
+    data: name and sha256 of each data file.
+    units: held-out units first, the longest documents first in each split.
+    batch_tokens: padded tokens of one forward pass.
+    """
+
+    key: str
+    data: dict[str, str]
+    units: list[Unit]
+    batch_tokens: int
+
+    def folder(self, store: Path) -> Path:
+        """Where the plan and its corpus lie in a store."""
+        return store / PLANS / self.key
+
+
+def plan_key(data: dict[str, str], *shaping: object) -> str:
+    """The key of a plan: a hash of the data files and of everything that shapes units."""
+    return hashlib.sha256(json.dumps([data, *shaping], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def make_plan(
+    key: str, data: dict[str, str], corpus: Corpus, done: np.ndarray, unit_tokens: int, batch_tokens: int
+) -> Plan:
+    """Cut the documents that are not in the store yet into units of about `unit_tokens` tokens.
+
+    Args:
+        done: `[documents]` bool, those that the store holds already.
+    """
+    lengths = corpus.lengths
+    units: list[Unit] = []
+    for split in (HELDOUT, TRAIN):
+        todo = np.flatnonzero((corpus.heldout == (split == HELDOUT)) & ~done)
+        # The longest first: running out of memory shows at once. The id breaks ties, so the order is the data's own.
+        order = todo[np.lexsort((corpus.ids[todo], -lengths[todo]))]
+        members: list[int] = []
+        tokens = 0
+        for position, index in enumerate(order):
+            members.append(int(index))
+            tokens += int(lengths[index])
+            if tokens >= unit_tokens or position == len(order) - 1:
+                name = part_id(split, len(units), (int(corpus.ids[m]) for m in members))
+                units.append(Unit(name, split, members))
+                members, tokens = [], 0
+    return Plan(key, data, units, batch_tokens)
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> list[slice]:
+    """Group documents that are sorted by falling length so that rows times the longest stay within the budget.
+
+    A document longer than the budget goes alone.
+    """
+    groups = []
+    start = 0
+    while start < len(lengths):
+        rows = max(1, batch_tokens // int(lengths[start]))
+        groups.append(slice(start, min(start + rows, len(lengths))))
+        start += rows
+    return groups
+
+
+def save_plan(store: Path, plan: Plan, corpus: Corpus) -> None:
+    """Write plan and corpus into the store, whole or not at all."""
+    staged = Path(tempfile.mkdtemp(prefix="plan.", dir=store / STAGING))
+    try:
+        staged.chmod(0o755)
+        corpus.save(staged)
+        (staged / "plan.json").write_text(json.dumps(asdict(plan)))
+        rename_whole(staged, plan.folder(store))
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def load_plan(store: Path, key: str) -> Plan | None:
+    """The plan of that key, or None when the store has none."""
+    try:
+        value = json.loads((store / PLANS / key / "plan.json").read_text())
+    except FileNotFoundError:
+        return None
+    return Plan(value["key"], value["data"], [Unit(**unit) for unit in value["units"]], value["batch_tokens"])
+
+
+def stored_documents(store: Store, data: dict[str, str], corpus: Corpus) -> np.ndarray:
+    """Which documents of the corpus the store holds, `[documents]` bool.
+
+    Raises:
+        DataError: a data file was changed (not only added to) since parts were made from a file of its name.
+    """
+    ids = set(corpus.ids.tolist())
+    held: set[int] = set()
+    for index, record in enumerate(store.parts):
+        documents = set(store.part(index).small("doc_ids").tolist())
+        held |= documents
+        made_from = json.loads(record.provenance.get("data", "{}"))
+        changed = [name for name, digest in made_from.items() if name in data and data[name] != digest]
+        lost = documents - ids
+        if changed and lost:
+            raise DataError(
+                f"{changed[0]} has changed since {store.path} was made from it: {len(lost)} documents of part "
+                f"{record.id} are no longer in it. Give the new data another [store] path, or restore the file"
+            )
+    return np.array([int(i) in held for i in corpus.ids], bool)

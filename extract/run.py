@@ -1,0 +1,174 @@
+"""Stage one from end to end: check everything, plan, then hand units to the workers until the store is complete.
+
+Composes the other modules of this folder; prints through the callbacks it is given. Knows nothing of drafters.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from distributed import Client, Future, KilledWorker, as_completed
+from distributed.worker import get_worker
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..store import HELDOUT, Identity, Store, StoreError, create_store, lock_store, write_manifest
+from ..store.format import PARTS
+from ..store.head import save_head
+from ..store.progress import Listener
+from .cluster import RESOURCE, local_cluster
+from .corpus import Corpus, DataSettings, build_corpus
+from .data import DataError, file_hash, read_rows
+from .plan import Plan, load_plan, make_plan, plan_key, save_plan, stored_documents
+from .render import Renderer
+from .target import (
+    TargetInfo,
+    TargetSettings,
+    check_layer_ids,
+    config_hash,
+    inspect,
+    load_ends,
+    load_tokenizer,
+    locate,
+    text_hash,
+    weights_hash,
+)
+from .unit import Job, run_unit
+
+PROGRESS = "dflash-progress"
+
+
+class ExtractSettings(BaseModel):
+    """Section `[extract]`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    layer_ids: list[int] = Field(description="target layers whose output is stored, in this order")
+    last_layer: Literal["pre", "post"] | None = Field(
+        None,
+        description="needed only if layer_ids has the target's last layer: before or after the final norm",
+    )
+    final: bool = Field(True, description="store the input of the LM head too (soft losses need it)")
+    unit_tokens: int = Field(32768, ge=1, description="tokens of one unit of work, which is one part of the store")
+    batch_tokens: int = Field(16384, ge=1, description="padded tokens of one forward pass")
+
+
+def extract(
+    target: TargetSettings,
+    data: DataSettings,
+    settings: ExtractSettings,
+    files: list[Path],
+    store_path: Path,
+    devices: list[str],
+    listener: Listener,
+) -> Store:
+    """Extract everything that is not in the store yet, and return the store.
+
+    Args:
+        files: the data files, resolved.
+        devices: "cpu" or GPU numbers, one worker each.
+
+    Raises:
+        DataError, TargetError, StoreError: nothing was begun, or (StoreError only) some units failed after all others
+            were done.
+    """
+    info = inspect(locate(target.path))
+    check_layer_ids(settings.layer_ids, info.num_layers, settings.last_layer)
+    if len({path.name for path in files}) != len(files):
+        raise DataError("two data files have the same name: the store tells them apart by it, rename one")
+    digests = {path.name: file_hash(path) for path in files}
+    tokenizer = load_tokenizer(info.path)
+    renderer = Renderer(tokenizer, data.thinking)
+    dtype = target.resolve_dtype(devices[0])
+    identity = Identity(
+        target_weights=weights_hash(info.path),
+        target_config=config_hash(info),
+        tokenizer=text_hash(_backend(tokenizer).to_str()),
+        chat_template=text_hash(str(tokenizer.chat_template)),
+        rendering=renderer.mode,
+        max_length=data.max_length,
+        layer_ids=tuple(settings.layer_ids),
+        last_layer=settings.last_layer,
+        final=settings.final,
+        dtype=dtype,
+        hidden_size=info.hidden_size,
+        num_layers=info.num_layers,
+        vocab_size=info.vocab_size,
+    )
+    # Tokenised before the store exists: bad data must leave nothing behind.
+    shaping = (data.model_dump(exclude={"files"}), settings.unit_tokens, settings.batch_tokens)
+    key = plan_key(digests, identity.model_dump(mode="json"), *shaping)
+    plan = load_plan(store_path, key)
+    corpus = None
+    if plan is None:
+        corpus, notes = build_corpus(read_rows(files), renderer, data, info.vocab_size)
+        listener.say(f"{len(corpus)} documents, {len(corpus.tokens):,} tokens")
+        for line in notes.lines():
+            listener.say(line)
+    store = create_store(store_path, identity, lambda folder: _fill_head(folder, info))
+    with lock_store(store_path):
+        store.refresh()
+        if plan is None:
+            assert corpus is not None
+            done = stored_documents(store, digests, corpus)
+            plan = make_plan(key, digests, corpus, done, settings.unit_tokens, settings.batch_tokens)
+            save_plan(store_path, plan, corpus)
+        job = Job(str(store_path), plan.key, str(info.path), dtype, "cpu" if devices == ["cpu"] else "cuda")
+        try:
+            _run_units(store, plan, job, devices, listener)
+        finally:
+            store.refresh()
+            write_manifest(store)
+    return store
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The Rust tokenizer inside; its serialisation is what decides the ids."""
+    return tokenizer.backend_tokenizer
+
+
+def _fill_head(folder: Path, info: TargetInfo) -> None:
+    embedding, lm_head = load_ends(info.path)
+    save_head(folder, info.path, embedding, lm_head)
+
+
+def _run_units(store: Store, plan: Plan, job: Job, devices: list[str], listener: Listener) -> None:
+    corpus = Corpus.load(plan.folder(store.path))
+    sizes = {unit.id: int(corpus.lengths[unit.documents].sum()) for unit in plan.units}
+    pending = [unit for unit in plan.units if not (store.path / PARTS / unit.id).is_dir()]
+    total, left = sum(sizes.values()), sum(sizes[unit.id] for unit in pending)
+    held = sum(unit.split == HELDOUT for unit in plan.units)
+    listener.say(
+        f"{len(plan.units)} units ({held} of them held out), {len(plan.units) - len(pending)} done before, "
+        f"{len(pending)} to do"
+    )
+    listener.start(total, total - left)
+    if not pending:
+        return
+    failures: list[str] = []
+    with local_cluster(devices) as client:
+        client.subscribe_topic(PROGRESS, lambda event: listener.advance(event[1]["tokens"], ""))
+        futures = [
+            client.submit(_task, job, unit.id, key=unit.id, resources={RESOURCE: 1}, priority=-number, pure=False)
+            for number, unit in enumerate(pending)
+        ]
+        for future in as_completed(futures, loop=client.loop):
+            _collect(client, future, failures)
+    if failures:
+        raise StoreError(
+            f"{len(failures)} of {len(pending)} units failed, the rest is in the store. First: {failures[0]}"
+        )
+
+
+def _task(job: Job, unit_id: str) -> int:
+    worker = get_worker()
+    return run_unit(job, unit_id, lambda tokens: worker.log_event(PROGRESS, {"unit": unit_id, "tokens": tokens}))
+
+
+def _collect(client: Client, future: Any, failures: list[str]) -> None:
+    assert isinstance(future, Future)
+    if future.status == "error":
+        error = future.exception()
+        reason = "its worker died three times" if isinstance(error, KilledWorker) else str(error)
+        failures.append(f"{future.key}: {reason}")
+    future.release()

@@ -1,0 +1,158 @@
+"""`dflash.toml`: one pydantic model of all sections, read with overrides, written with comments.
+
+Each section's model stands beside the component it configures; this module only joins them. Knows no commands.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..extract.corpus import DataSettings
+from ..extract.run import ExtractSettings
+from ..extract.target import TargetSettings
+from ..store import DflashError
+from ..train.drafter import DrafterSettings
+from ..train.trainer import TrainSettings
+
+FILE = "dflash.toml"
+
+
+class ConfigError(DflashError):
+    """A configuration that cannot be used; the message names file and key."""
+
+
+class StoreSettings(BaseModel):
+    """Section `[store]`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field("states", description="folder of the hidden-state store")
+
+
+class Settings(BaseModel):
+    """All of `dflash.toml`. Relative paths in it start at the file's own folder."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: TargetSettings
+    data: DataSettings
+    store: StoreSettings = Field(default_factory=lambda: StoreSettings.model_validate({}))
+    extract: ExtractSettings
+    drafter: DrafterSettings
+    train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
+
+
+COMMENTS = {
+    "target": "The model whose drafter is trained.",
+    "data": "Text: JSONL lines with messages, conversations, or input_ids and loss_mask.",
+    "store": "Where stage one writes hidden states and stage two reads them.",
+    "extract": "Stage one: dflash extract.",
+    "drafter": "The drafter's shape.",
+    "train": "Stage two: dflash train.",
+}
+
+
+def load_settings(folder: Path, overrides: Sequence[str]) -> Settings:
+    """Read `dflash.toml` in a folder, with `a.b=value` overrides.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key (the nearest valid one is named) or a value that does not
+        fit.
+    """
+    path = folder / FILE
+    try:
+        values = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {FILE} in {folder}: run `dflash init` there first") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return make_settings(values, overrides, str(path))
+
+
+def make_settings(values: dict[str, Any], overrides: Sequence[str], origin: str) -> Settings:
+    """Validate a dictionary of sections with overrides. Raises ConfigError; `origin` names the values in messages."""
+    check_keys(values, origin)
+    merged = {section: dict(value) for section, value in values.items()}
+    for section, key, value in parse_overrides(overrides):
+        merged.setdefault(section, {})[key] = value
+    try:
+        return Settings.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        found = "" if first["type"] == "missing" else f", not {first['input']!r}"
+        raise ConfigError(f"{origin}: {where}: {first['msg']}{found}") from None
+
+
+def parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+    """Split `a.b=value` into section, key and value (read as TOML, else taken as text). Raises ConfigError."""
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not equals or not dot:
+            raise ConfigError(f"--set {text}: write it as section.key=value, for example train.lr=3e-4")
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value
+        check_keys({section: {key: parsed}}, f"--set {text}")
+        yield section, key, parsed
+
+
+def check_keys(values: dict[str, Any], origin: str) -> None:
+    """Refuse unknown sections and keys, naming the nearest valid one. Raises ConfigError."""
+    known = [f"{section}.{key}" for section in COMMENTS for key in _section(section).model_fields]
+    for section, content in values.items():
+        if section not in COMMENTS:
+            raise ConfigError(f"{origin}: unknown section [{section}]{_nearest(section, list(COMMENTS))}")
+        if not isinstance(content, dict):
+            raise ConfigError(f"{origin}: [{section}] must be a section of keys")
+        for key in content:
+            name = f"{section}.{key}"
+            if name not in known:
+                raise ConfigError(f"{origin}: unknown key {name}{_nearest(name, known)}")
+
+
+def write_settings(path: Path, settings: Settings) -> None:
+    """Write `dflash.toml` with every key and its comment; keys without a value are left as comments."""
+    lines = ["# Written by `dflash init`. Every key can be overridden: --set section.key=value", ""]
+    for section, comment in COMMENTS.items():
+        lines += [f"# {comment}", f"[{section}]"]
+        model = getattr(settings, section)
+        for key, field in type(model).model_fields.items():
+            value = getattr(model, key)
+            entry = f"# {key} =" if value is None else f"{key} = {_toml(value)}"
+            lines += [f"# {field.description}", entry]
+        lines.append("")
+    path.write_text("\n".join(lines))
+
+
+def _section(name: str) -> type[BaseModel]:
+    annotation: Any = Settings.model_fields[name].annotation
+    return annotation
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    # A key may be right and its section wrong, so the last part is tried alone too.
+    close = difflib.get_close_matches(name, known, 1, 0.6)
+    if not close and "." in name:
+        tails = {full.rpartition(".")[2]: full for full in known}
+        close = [tails[tail] for tail in difflib.get_close_matches(name.rpartition(".")[2], list(tails), 1, 0.6)]
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known[:6])} and more"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return repr(value)

@@ -1,0 +1,45 @@
+"""What `--gpus` says: `0-4`, `0,2,5-7`, `all` or `cpu`. Knows no stage."""
+
+from __future__ import annotations
+
+import re
+
+from .config import ConfigError
+
+
+def parse_gpus(text: str, available: int) -> list[str]:
+    """Devices named by `--gpus`: GPU numbers as strings, or ["cpu"].
+
+    Args:
+        available: GPUs on this machine.
+
+    Raises:
+        ConfigError: not understood, named twice, or not on this machine.
+    """
+    text = text.strip().lower()
+    if text == "cpu":
+        return ["cpu"]
+    here = f"this machine has {available} GPU{'s' * (available != 1)}" if available else "this machine has no GPU"
+    if text == "all":
+        if not available:
+            raise ConfigError(f"{here}: pass --gpus cpu")
+        return [str(number) for number in range(available)]
+    found: list[int] = []
+    for piece in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", piece)
+        if not match or (match[2] and int(match[2]) < int(match[1])):
+            raise ConfigError(f"--gpus {text} is not understood: write 0-4, 0,2,5-7, all or cpu")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    for number in found:
+        if number >= available:
+            raise ConfigError(f"--gpus {text}: there is no GPU {number}, {here}" + ("" if available else "; use cpu"))
+        if found.count(number) > 1:
+            raise ConfigError(f"--gpus {text} names GPU {number} twice")
+    return [str(number) for number in found]
+
+
+def count_gpus() -> int:
+    """GPUs on this machine."""
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,106 @@
+"""`dflash init`: a `dflash.toml` with everything the target's config implies.
+
+The drafter's shape follows published drafters and its own rules; heads and rope are never copied from the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..extract.data import DataError, read_rows
+from ..extract.target import TargetInfo, default_layer_ids, inspect, load_tokenizer, locate
+from .config import FILE, ConfigError, make_settings, parse_overrides, write_settings
+
+
+def init(
+    folder: Path, target: str, data: Sequence[str], overrides: Sequence[str], force: bool
+) -> tuple[Path, TargetInfo]:
+    """Write `dflash.toml` into a folder.
+
+    Raises:
+        ConfigError, TargetError, DataError: the file exists, target or data cannot be used, or something must be said.
+    """
+    path = folder / FILE
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists: remove it, or pass --force to write it anew")
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder: create it first")
+    local = folder / Path(target).expanduser()
+    info = inspect(locate(str(local) if local.is_dir() else target))
+    for name in data:
+        # One row shows whether this is data at all; extraction checks every line.
+        if next(read_rows([folder / Path(name).expanduser()]), None) is None:
+            raise DataError(f"the data file {name} is empty")
+    said = {(section, key): value for section, key, value in parse_overrides(overrides)}
+    values: dict[str, Any] = {
+        "target": {"path": target},
+        "data": {
+            "files": list(data),
+            "max_length": min(3072, info.text.get("max_position_embeddings") or 3072),
+        },
+        "extract": {"layer_ids": list(default_layer_ids(info.num_layers))},
+        "drafter": drafter_shape(info, said),
+    }
+    settings = make_settings(values, overrides, "dflash init")
+    write_settings(path, settings)
+    return path, info
+
+
+def drafter_shape(info: TargetInfo, said: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    """The `[drafter]` section for a target.
+
+    Heads of 128 (64 below a hidden size of 1,024), at most 32, four to a key-value head; the depth is a fourth of the
+    target's, at most 5; hybrid targets get sliding layers and one full layer at the end, as published for Qwen3.6-27B.
+
+    Args:
+        said: overrides by (section, key); what they give need not be inferred.
+
+    Raises:
+        ConfigError: the MLP's width or the mask token cannot be inferred; the key to set is named.
+    """
+    hidden, text = info.hidden_size, info.text
+    head_dim = 128 if hidden >= 1024 else 64
+    heads = max(1, min(32, hidden // head_dim))
+    kv_heads = max(1, heads // 4)
+    depth = max(1, min(5, info.num_layers // 4))
+    hybrid = "linear_attention" in (text.get("layer_types") or [])
+    shape: dict[str, Any] = {
+        "layer_ids": said.get(("extract", "layer_ids"), list(default_layer_ids(info.num_layers))),
+        "block_size": 16 if hidden >= 1024 else 8,
+        "layer_types": ["sliding_attention" if hybrid else "full_attention"] * (depth - 1) + ["full_attention"],
+        "num_attention_heads": heads - heads % kv_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rope_theta": float((text.get("rope_parameters") or {}).get("rope_theta") or text.get("rope_theta") or 1e6),
+    }
+    for key in ("intermediate_size", "mask_token_id"):
+        if ("drafter", key) in said:
+            shape[key] = said["drafter", key]
+    if "intermediate_size" not in shape:
+        width = text.get("intermediate_size")
+        if not width or "num_experts" in text:
+            raise ConfigError(
+                "the target's config does not say how wide a dense MLP would be (it is a mixture of experts): pass "
+                f"--set drafter.intermediate_size=N, for example {3 * hidden}"
+            )
+        shape["intermediate_size"] = width
+    if "mask_token_id" not in shape:
+        shape["mask_token_id"] = mask_token(info)
+    return shape
+
+
+def mask_token(info: TargetInfo) -> int:
+    """An id the target never uses: the first past the tokenizer's own, which is what published drafters took.
+
+    Raises:
+        ConfigError: the embedding has no such row.
+    """
+    used = len(load_tokenizer(info.path))
+    if used < info.vocab_size:
+        return used
+    raise ConfigError(
+        f"all {info.vocab_size} token ids of the target are in use: choose one that its text never holds, not its "
+        "padding or end token, and pass --set drafter.mask_token_id=N"
+    )

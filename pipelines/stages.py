@@ -1,0 +1,171 @@
+"""The compositions behind the commands: settings and devices in, a stage run, its result out.
+
+Resolves paths against the folder of `dflash.toml`; the command line and the demo call these. Prints only through
+listeners.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..store import Store, open_store
+from ..store.progress import SILENT, Listener
+from .config import ConfigError, Settings
+
+
+def target_path(folder: Path, settings: Settings) -> str:
+    """The target as a local folder relative to `dflash.toml`, or else as it was written (a name on the hub)."""
+    local = folder / Path(settings.target.path).expanduser()
+    return str(local) if local.exists() else settings.target.path
+
+
+def store_path(folder: Path, settings: Settings) -> Path:
+    """The store's folder."""
+    return folder / Path(settings.store.path).expanduser()
+
+
+def run_extract(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Store:
+    """Stage one."""
+    from ..extract.run import extract
+
+    files = [folder / Path(name).expanduser() for name in settings.data.files]
+    target = settings.target.model_copy(update={"path": target_path(folder, settings)})
+    return extract(target, settings.data, settings.extract, files, store_path(folder, settings), devices, listener)
+
+
+def run_train(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Path:
+    """Stage two on one device. Returns the last checkpoint's folder.
+
+    Raises:
+        ConfigError: several devices were named.
+    """
+    from ..train.trainer import Trainer
+
+    if len(devices) != 1:
+        raise ConfigError(
+            "a run trains on one device for now: name one GPU, and start one run a GPU for several drafters"
+        )
+    store = open_store(store_path(folder, settings))
+    run = folder / Path(settings.train.run).expanduser()
+    return Trainer(store, settings.drafter, settings.train, run, torch_device(devices[0]), listener).run()
+
+
+def run_evaluate(
+    folder: Path,
+    settings: Settings,
+    device: str,
+    *,
+    checkpoint: Path | None = None,
+    decode: bool = False,
+    documents: int | None = None,
+    listener: Listener = SILENT,
+) -> dict[str, Any]:
+    """Evaluate a drafter on the store's held-out documents.
+
+    Args:
+        checkpoint: a drafter's folder; by default the last checkpoint of the run that the settings name.
+        decode: decode with the target too, on `documents` documents.
+        documents: how many documents to use; by default all for states and 8 for decoding.
+
+    Raises:
+        ConfigError: there is no checkpoint, or nothing is held out.
+        CheckpointError, StoreError, TargetError: one of them cannot be used, or they do not belong together.
+    """
+    from ..store import HELDOUT, load_head
+    from ..train.checkpoint import load_drafter
+    from ..train.evaluate.report import evaluate_decoding, evaluate_states
+    from ..train.trainer import compute_dtype
+
+    store = open_store(store_path(folder, settings))
+    checkpoint = checkpoint or last_checkpoint(folder, settings)
+    where = torch_device(device)
+    drafter, config = load_drafter(checkpoint, compute_dtype(settings.train.dtype, where), where)
+    trained_on = (config.get("dflash_config") or {}).get("target_weights", store.identity.target_weights)
+    if trained_on != store.identity.target_weights:
+        raise ConfigError(f"the drafter {checkpoint} was trained for another target than the store {store.path} holds")
+    heldout = store.documents(HELDOUT)
+    if not len(heldout):
+        raise ConfigError(f"the store {store.path} holds no held-out documents: extract with data.heldout above 0")
+    head = load_head(store.path)
+    budget = settings.train.tokens
+    result: dict[str, Any] = {
+        "checkpoint": str(checkpoint),
+        "store": str(store.path),
+        "rendering": store.identity.rendering,
+        "block_size": drafter.settings.block_size,
+        "states": evaluate_states(drafter, head, store, heldout.first(documents or len(heldout)), budget),
+    }
+    if decode:
+        chosen = heldout.first(documents or 8)
+        target, ends = decoding_target(folder, settings, store, device)
+        result["decoding"] = evaluate_decoding(target, drafter, head, store, chosen, ends, budget, listener)
+    return result
+
+
+def decoding_target(folder: Path, settings: Settings, store: Store, device: str) -> tuple[Any, set[int]]:
+    """The store's own target, loaded to decode, and the tokens that end its turns.
+
+    Raises:
+        ConfigError: the target's weights are not those the store was made with, or it names no end token.
+    """
+    from ..extract.cached import CachedTarget
+    from ..extract.target import load_model, locate, weights_hash
+
+    path = locate(target_path(folder, settings))
+    identity = store.identity
+    if weights_hash(path) != identity.target_weights:
+        raise ConfigError(f"target {path} has other weights than the one the store {store.path} was made with")
+    model = load_model(path, settings.target.resolve_dtype(device), "cpu" if device == "cpu" else f"cuda:{device}")
+    ends: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        said = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        ends |= {said} if isinstance(said, int) else set(said or [])
+    if not ends:
+        raise ConfigError(f"target {path} names no eos_token_id: decoding would not know where a turn ends")
+    return CachedTarget(model, identity.layer_ids, identity.last_layer), ends
+
+
+def last_checkpoint(folder: Path, settings: Settings) -> Path:
+    """The last whole checkpoint of the run that the settings name. Raises ConfigError when there is none."""
+    from ..train.checkpoint import checkpoints
+
+    run = folder / Path(settings.train.run).expanduser()
+    found = checkpoints(run / "checkpoints")
+    if not found:
+        raise ConfigError(f"there is no checkpoint in {run}: run `dflash train` first, or pass --checkpoint")
+    return found[-1]
+
+
+def torch_device(device: str) -> Any:
+    """The torch device of "cpu" or a GPU's number."""
+    import torch
+
+    return torch.device("cpu" if device == "cpu" else f"cuda:{device}")
+
+
+def store_info(path: Path) -> dict[str, Any]:
+    """What is in a store, from its manifest and identity."""
+    store = open_store(path)
+    tags: dict[str, int] = {}
+    for part in store.parts:
+        for tag, count in part.tags.items():
+            tags[tag] = tags.get(tag, 0) + count
+    splits = {
+        split: {
+            "documents": sum(part.documents for part in store.parts if part.split == split),
+            "tokens": sum(part.tokens for part in store.parts if part.split == split),
+            "supervised_tokens": sum(part.supervised for part in store.parts if part.split == split),
+        }
+        for split in ("train", "heldout")
+    }
+    return {
+        "path": str(path),
+        "parts": len(store.parts),
+        "splits": splits,
+        "bytes": store.bytes_on_disk(),
+        "tags": dict(sorted(tags.items())),
+        "identity": store.identity.model_dump(mode="json"),
+    }

@@ -1,0 +1,77 @@
+"""What a drafter needs of the target besides states: embedding, LM head, config, tokenizer and chat template.
+
+Kept inside the store, so that stage two never opens the target's own weights. Knows files and tensors only.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from .format import HEAD, StoreError
+
+EMBEDDING = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+WEIGHTS = "head.safetensors"
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's ends, as stored.
+
+    Attributes:
+        embedding: `[vocabulary, H]`, in the target's own dtype.
+        lm_head: `[vocabulary, H]`; the same tensor as `embedding` when the target ties them.
+        config: the target's text config.
+        folder: where config, tokenizer and chat template lie, loadable as a transformers tokenizer.
+    """
+
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    config: dict[str, Any]
+    folder: Path
+
+
+def save_head(folder: Path, target: Path, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
+    """Write a head folder from a target's folder and its two matrices (`lm_head` None: tied to the embedding)."""
+    folder.mkdir(parents=True)
+    tensors = {EMBEDDING: embedding.contiguous()}
+    if lm_head is not None:
+        tensors[LM_HEAD] = lm_head.contiguous()
+    save_file(tensors, folder / WEIGHTS)
+    for name in SIDE_FILES:
+        if (target / name).is_file():
+            shutil.copyfile(target / name, folder / name)
+
+
+def load_head(store: Path) -> Head:
+    """Load the head of the store at `store`, on the CPU.
+
+    Raises:
+        StoreError: the head is missing or has not both ends.
+    """
+    folder = store / HEAD
+    try:
+        tensors = load_file(folder / WEIGHTS)
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError as error:
+        raise StoreError(f"{store} has no whole head ({Path(error.filename or HEAD).name} is missing)") from None
+    embedding = tensors[EMBEDDING]
+    return Head(embedding, tensors.get(LM_HEAD, embedding), config.get("text_config", config), folder)

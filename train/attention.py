@@ -1,0 +1,123 @@
+"""Anchor-block attention: each block sees its document before the anchor, and itself.
+
+Formula: slot k of a block at anchor a sees context position p when doc_start(a) <= p < a and, with a window W,
+a + k - p < W; it sees slot j of its own block always in a full layer, and in a sliding layer when |k - j| < W and, if
+causal, j <= k. Softmax over both together, scaled by head_dim ** -0.5.
+
+This is the plain PyTorch form, exact and differentiable. Sorted anchors are the contract: neighbours then share most of
+their context, so anchors are taken a few at a time and only the context that those can see is multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+GROUP = 32
+"""Anchors handled at a time."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where the blocks of a call stand.
+
+    Attributes:
+        anchors: `[A]` int64, ascending positions in the context; T or more marks a missing anchor.
+        starts: `[A]` int64, first position of each anchor's document. An anchor at or before its start sees no context.
+    """
+
+    anchors: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, anchors: torch.Tensor, doc_start: torch.Tensor) -> Blocks:
+        """Look up the document starts in `doc_start` `[T]`; missing anchors see nothing."""
+        length = doc_start.shape[0]
+        starts = doc_start[anchors.clamp(max=length - 1)].long()
+        return cls(anchors, torch.where(anchors < length, starts, anchors))
+
+
+def anchor_attention(
+    query: torch.Tensor,
+    block_key: torch.Tensor,
+    block_value: torch.Tensor,
+    context_key: torch.Tensor,
+    context_value: torch.Tensor,
+    blocks: Blocks,
+    window: int | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Attention of A blocks of B slots.
+
+    Args:
+        query: `[A, B, heads, d]`.
+        block_key, block_value: `[A, B, kv_heads, d]`.
+        context_key, context_value: `[T, kv_heads, d]`.
+        window: W of a sliding layer, None for a full one.
+        causal: whether slots of a sliding layer see only slots up to their own; a full layer ignores it.
+
+    Returns:
+        `[A, B, heads, d]`, in the dtype of `query`; softmax in fp32.
+    """
+    anchors, starts = blocks.anchors.tolist(), blocks.starts.tolist()
+    outputs = []
+    for first in range(0, len(anchors), GROUP):
+        group = slice(first, first + GROUP)
+        seen = [(s, a) for s, a in zip(starts[group], anchors[group], strict=True) if s < a]
+        low = min((s for s, _ in seen), default=0)
+        high = max((a for _, a in seen), default=0)
+        outputs.append(
+            _attend(
+                query[group],
+                block_key[group],
+                block_value[group],
+                context_key[low:high],
+                context_value[low:high],
+                blocks.anchors[group] - low,
+                blocks.starts[group] - low,
+                window,
+                causal,
+            )
+        )
+    return torch.cat(outputs)
+
+
+def _attend(
+    query: torch.Tensor,
+    block_key: torch.Tensor,
+    block_value: torch.Tensor,
+    context_key: torch.Tensor,
+    context_value: torch.Tensor,
+    anchors: torch.Tensor,
+    starts: torch.Tensor,
+    window: int | None,
+    causal: bool,
+) -> torch.Tensor:
+    count, block, heads, dim = query.shape
+    repeat = heads // block_key.shape[2]
+    key, value = (t.repeat_interleave(repeat, 1) for t in (context_key, context_value))
+    own_key, own_value = (t.repeat_interleave(repeat, 2) for t in (block_key, block_value))
+    length = key.shape[0]
+    slot = torch.arange(block, device=query.device)
+    position = torch.arange(length, device=query.device)
+
+    before = (position >= starts[:, None]) & (position < anchors[:, None])
+    see_context = before[:, None, :].expand(count, block, length)
+    if window is not None:
+        distance = anchors[:, None, None] + slot[:, None] - position
+        see_context = see_context & (distance < window)
+    gap = slot[:, None] - slot
+    see_own = torch.ones(block, block, dtype=torch.bool, device=query.device)
+    if window is not None:
+        see_own = (gap >= 0) & (gap < window) if causal else gap.abs() < window
+
+    flat = query.permute(2, 0, 1, 3).reshape(heads, count * block, dim)
+    scores = (flat @ key.permute(1, 2, 0)).view(heads, count, block, length)
+    own = torch.einsum("abhd,aghd->habg", query, own_key)
+    scores = scores.masked_fill(~see_context, float("-inf"))
+    own = own.masked_fill(~see_own, float("-inf"))
+    weights = torch.softmax(torch.cat([scores, own], -1).float() * dim**-0.5, -1).to(query.dtype)
+    on_context, on_own = weights.split([length, block], -1)
+    out = (on_context.reshape(heads, count * block, length) @ value.transpose(0, 1)).view(heads, count, block, dim)
+    return out.permute(1, 2, 0, 3) + torch.einsum("habg,aghd->abhd", on_own, own_value)

@@ -1,0 +1,133 @@
+"""Accepted length from states: walk through each turn as greedy decoding would.
+
+Start at a turn's first supervised token; count the slots that are right from the first; that many plus one tokens are
+produced; go on from there, to the turn's end. On text the target wrote greedily this is real decoding, round by round,
+numerical near-ties aside. All turns of a batch walk in step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...store import Batch, BatchStream, Documents, Head, Store, pack
+from ..attention import Blocks
+from ..drafter import Drafter
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of drafting.
+
+    Attributes:
+        anchor: position in the document of the token drafted from.
+        right: drafted tokens accepted.
+        produced: tokens the round adds: `right` + 1, less at the turn's end.
+        margin: smallest difference of the two largest logits over the slots that decided the round; near zero is a tie.
+    """
+
+    anchor: int
+    right: int
+    produced: int
+    margin: float
+
+
+@dataclass
+class Turn:
+    """One assistant turn and the rounds it took.
+
+    Attributes:
+        document: index in the `Documents` walked.
+        tag: the document's tag of origin.
+        start, stop: the turn's supervised positions in the document.
+    """
+
+    document: int
+    tag: str
+    start: int
+    stop: int
+    rounds: list[Round] = field(default_factory=list)
+
+
+def turns_of(loss_mask: np.ndarray) -> list[tuple[int, int]]:
+    """Runs of supervised positions in a document's mask `[n]`: its turns, those with a pair of tokens to predict."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], loss_mask.astype(np.int8), [0]])))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if b - a > 1]
+
+
+def count_right(drafted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Slots right from the first, `[A]`, of drafted and actual tokens `[A, n]`; -1 in `actual` past a turn's end."""
+    return (drafted == actual).cumprod(1).sum(1)
+
+
+def device_states(batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The batch's hidden states `[layers, T, H]` on a device, their bit patterns read as bfloat16."""
+    bits = torch.from_numpy(batch.hidden.view(np.int16))
+    return bits.to(device).view(torch.bfloat16).to(dtype)
+
+
+@torch.inference_mode()
+def walk(drafter: Drafter, head: Head, store: Store, documents: Documents, budget: int) -> list[Turn]:
+    """Walk all turns of the given documents.
+
+    Args:
+        drafter: on the device and in the dtype to run in.
+        budget: tokens of a packed batch; it does not change the result but for rounding.
+    """
+    parameter = next(drafter.parameters())
+    device, dtype = parameter.device, parameter.dtype
+    embedding = head.embedding.to(device, dtype)
+    lm_head = head.lm_head.to(device, dtype)
+    budget = max(budget, int(documents.length.max(initial=1)))
+    groups = pack(documents.length.tolist(), budget)
+    layers = store.layer_indices(tuple(drafter.settings.layer_ids))
+    found: list[Turn] = []
+    with BatchStream(store, documents, groups, budget, layers) as stream:
+        for batch in stream:
+            found += _walk_batch(drafter, embedding, lm_head, batch, documents, device, dtype)
+    return sorted(found, key=lambda turn: (turn.document, turn.start))
+
+
+def _walk_batch(
+    drafter: Drafter,
+    embedding: torch.Tensor,
+    lm_head: torch.Tensor,
+    batch: Batch,
+    documents: Documents,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Turn]:
+    used = batch.used
+    doc_start = torch.from_numpy(batch.doc_start[:used].astype(np.int64)).to(device)
+    tokens = torch.from_numpy(batch.tokens[:used].astype(np.int64)).to(device)
+    hidden = device_states(batch, device, dtype)[:, :used]
+    context = drafter.context(hidden, torch.arange(used, device=device) - doc_start)
+    turns, offsets = [], []
+    at = 0
+    for document in batch.documents:
+        length = int(documents.length[document])
+        for start, stop in turns_of(batch.loss_mask[at : at + length]):
+            turns.append(Turn(document, documents.tags[document], start, stop))
+            offsets.append(at)
+        at += length
+    block = drafter.settings.block_size
+    places = [turn.start for turn in turns]
+    while active := [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]:
+        # Turns stand in the order of the batch, so their anchors are sorted.
+        anchors = torch.tensor([offsets[i] + places[i] for i in active], device=device)
+        ends = torch.tensor([offsets[i] + turns[i].stop for i in active], device=device)
+        blocks = Blocks.of(anchors, doc_start)
+        states = drafter.blocks(drafter.block_inputs(embedding, tokens[anchors]), context, blocks)
+        best = (states[:, 1:] @ lm_head.T).float().topk(2, -1)
+        drafted = best.indices[..., 0]
+        margins = (best.values[..., 0] - best.values[..., 1]).tolist()
+        ahead = anchors[:, None] + torch.arange(1, block, device=device)
+        actual = torch.where(ahead < ends[:, None], tokens[ahead.clamp(max=used - 1)], -1)
+        for row, (i, right) in enumerate(zip(active, count_right(drafted, actual).tolist(), strict=True)):
+            turn, place = turns[i], places[i]
+            produced = min(right + 1, turn.stop - 1 - place)
+            turn.rounds.append(Round(place, right, produced, min(margins[row][: right + 1])))
+            places[i] += produced
+    return turns
