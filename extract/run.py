@@ -5,6 +5,7 @@ Composes the other modules of this folder; prints through the callbacks it is gi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,24 +54,32 @@ class ExtractSettings(BaseModel):
     batch_tokens: int = Field(16384, ge=1, description="padded tokens of one forward pass")
 
 
-def extract(
+@dataclass(frozen=True)
+class Prepared:
+    """A store with a plan in it, and what a worker needs to do the plan's units."""
+
+    store: Store
+    plan: Plan
+    job: Job
+
+
+def prepare(
     target: TargetSettings,
     data: DataSettings,
     settings: ExtractSettings,
     files: list[Path],
     store_path: Path,
-    devices: list[str],
+    device: str,
     listener: Listener,
-) -> Store:
-    """Extract everything that is not in the store yet, and return the store.
+) -> Prepared:
+    """Everything before the first forward pass: check target and data, tokenise, create or open the store, plan.
 
     Args:
         files: the data files, resolved.
-        devices: "cpu" or GPU numbers, one worker each.
+        device: "cpu" or a GPU's number; it decides the dtype where the settings leave it open.
 
     Raises:
-        DataError, TargetError, StoreError: nothing was begun, or (StoreError only) some units failed after all others
-            were done.
+        DataError, TargetError, StoreError: something cannot be used; a store that did not exist is not begun.
     """
     info = inspect(locate(target.path))
     check_layer_ids(settings.layer_ids, info.num_layers, settings.last_layer)
@@ -79,7 +88,7 @@ def extract(
     digests = {path.name: file_hash(path) for path in files}
     tokenizer = load_tokenizer(info.path)
     renderer = Renderer(tokenizer, data.thinking)
-    dtype = target.resolve_dtype(devices[0])
+    dtype = target.resolve_dtype(device)
     identity = Identity(
         target_weights=weights_hash(info.path),
         target_config=config_hash(info),
@@ -95,27 +104,41 @@ def extract(
         num_layers=info.num_layers,
         vocab_size=info.vocab_size,
     )
-    # Tokenised before the store exists: bad data must leave nothing behind.
     shaping = (data.model_dump(exclude={"files"}), settings.unit_tokens, settings.batch_tokens)
     key = plan_key(digests, identity.model_dump(mode="json"), *shaping)
     plan = load_plan(store_path, key)
     corpus = None
     if plan is None:
+        # Tokenised before the store exists: bad data must leave nothing behind.
         corpus, notes = build_corpus(read_rows(files), renderer, data, info.vocab_size)
         listener.say(f"{len(corpus)} documents, {len(corpus.tokens):,} tokens")
         for line in notes.lines():
             listener.say(line)
     store = create_store(store_path, identity, lambda folder: _fill_head(folder, info))
-    with lock_store(store_path):
-        store.refresh()
-        if plan is None:
-            assert corpus is not None
+    if plan is None:
+        assert corpus is not None
+        with lock_store(store_path):
+            store.refresh()
             done = stored_documents(store, digests, corpus)
             plan = make_plan(key, digests, corpus, done, settings.unit_tokens, settings.batch_tokens)
             save_plan(store_path, plan, corpus)
-        job = Job(str(store_path), plan.key, str(info.path), dtype, "cpu" if devices == ["cpu"] else "cuda")
+    return Prepared(store, plan, Job(str(store_path), key, str(info.path), dtype, "cpu" if device == "cpu" else "cuda"))
+
+
+def extract(prepared: Prepared, devices: list[str], listener: Listener) -> Store:
+    """Do all units of the plan that are not in the store yet, one worker a device, and return the store.
+
+    Args:
+        devices: "cpu" or GPU numbers.
+        listener: progress counts tokens.
+
+    Raises:
+        StoreError: another extraction holds the store, or units failed (all others were done first).
+    """
+    store = prepared.store
+    with lock_store(store.path):
         try:
-            _run_units(store, plan, job, devices, listener)
+            _run_units(prepared, devices, listener)
         finally:
             store.refresh()
             write_manifest(store)
@@ -132,7 +155,8 @@ def _fill_head(folder: Path, info: TargetInfo) -> None:
     save_head(folder, info.path, embedding, lm_head)
 
 
-def _run_units(store: Store, plan: Plan, job: Job, devices: list[str], listener: Listener) -> None:
+def _run_units(prepared: Prepared, devices: list[str], listener: Listener) -> None:
+    store, plan, job = prepared.store, prepared.plan, prepared.job
     corpus = Corpus.load(plan.folder(store.path))
     sizes = {unit.id: int(corpus.lengths[unit.documents].sum()) for unit in plan.units}
     pending = [unit for unit in plan.units if not (store.path / PARTS / unit.id).is_dir()]

@@ -28,11 +28,13 @@ def store_path(folder: Path, settings: Settings) -> Path:
 
 def run_extract(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Store:
     """Stage one."""
-    from ..extract.run import extract
+    from ..extract.run import extract, prepare
 
     files = [folder / Path(name).expanduser() for name in settings.data.files]
     target = settings.target.model_copy(update={"path": target_path(folder, settings)})
-    return extract(target, settings.data, settings.extract, files, store_path(folder, settings), devices, listener)
+    where = store_path(folder, settings)
+    prepared = prepare(target, settings.data, settings.extract, files, where, devices[0], listener)
+    return extract(prepared, devices, listener)
 
 
 def run_train(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Path:

@@ -1,0 +1,79 @@
+"""Fixtures shared by all tests: random targets and a small real store, made once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_target, write_data
+
+from dflash_offline.extract.corpus import DataSettings
+from dflash_offline.extract.run import ExtractSettings, Prepared, prepare
+from dflash_offline.extract.target import TargetSettings
+from dflash_offline.extract.unit import run_unit
+from dflash_offline.store import Store
+from dflash_offline.store.progress import SILENT
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random hybrid target of 8 layers."""
+    return make_target(tmp_path_factory.mktemp("targets") / "hybrid", "hybrid")
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random dense Qwen3 target of 8 layers."""
+    return make_target(tmp_path_factory.mktemp("targets") / "dense", "dense")
+
+
+def prepare_store(target: Path, files: list[Path], store: Path, **changes: Any) -> Prepared:
+    """A store with a plan; `changes` go to the data or extract settings, whichever has the key."""
+    data: dict[str, Any] = {"files": [str(path) for path in files]}
+    extract: dict[str, Any] = {"layer_ids": [1, 3, 5], "unit_tokens": 600, "batch_tokens": 400}
+    for key, value in changes.items():
+        (data if key in DataSettings.model_fields else extract)[key] = value
+    return prepare(
+        TargetSettings(path=str(target), dtype="auto"),
+        DataSettings(**data),
+        ExtractSettings(**extract),
+        files,
+        store,
+        "cpu",
+        SILENT,
+    )
+
+
+def fill(prepared: Prepared) -> Store:
+    """Do all units of a plan in this process."""
+    for unit in prepared.plan.units:
+        run_unit(prepared.job, unit.id)
+    prepared.store.refresh()
+    return prepared.store
+
+
+@pytest.fixture(scope="session")
+def make_store() -> Callable[..., Prepared]:
+    """`prepare_store`, for tests."""
+    return prepare_store
+
+
+@pytest.fixture(scope="session")
+def filled(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A real store of 40 conversations of the random hybrid, several parts. Not to be changed."""
+    folder = tmp_path_factory.mktemp("filled")
+    return fill(prepare_store(hybrid, [write_data(folder / "data.jsonl", 40, heldout=6)], folder / "states"))

@@ -1,0 +1,288 @@
+"""Parts, identity and opening: what is committed is there, what is not whole never is."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from dflash_offline.store import (
+    HELDOUT,
+    TRAIN,
+    Identity,
+    PartWriter,
+    Store,
+    StoreError,
+    create_store,
+    lock_store,
+    open_store,
+    write_manifest,
+)
+from dflash_offline.store.head import save_head
+
+IDENTITY = Identity(
+    target_weights="a" * 64,
+    target_config="b" * 64,
+    tokenizer="c" * 64,
+    chat_template="d" * 64,
+    rendering="enable_thinking=false",
+    max_length=100,
+    layer_ids=(1, 3),
+    final=True,
+    dtype="float32",
+    hidden_size=16,
+    num_layers=8,
+    vocab_size=50,
+)
+
+
+def fill_head(folder: Path) -> None:
+    (folder.parent / "t").mkdir()
+    (folder.parent / "t" / "config.json").write_text("{}")
+    save_head(folder, folder.parent / "t", torch.ones(50, 16), None)
+    shutil.rmtree(folder.parent / "t")
+
+
+def new_store(path: Path, **changes: Any) -> Store:
+    return create_store(path, IDENTITY.model_copy(update=changes), fill_head)
+
+
+def write_part(store: Store, name: str, seed: int = 0, lengths: tuple[int, ...] = (300, 20, 7)) -> bool:
+    """Commit a part whose bytes follow from `seed`."""
+    rng = np.random.default_rng(seed)
+    total = sum(lengths)
+    with PartWriter(store, name, lengths) as writer:
+        hidden = rng.integers(1, 1 << 16, (total, 2, 16), dtype=np.uint16)
+        final = rng.integers(1, 1 << 16, (total, 16), dtype=np.uint16)
+        for start in range(0, total, 100):
+            writer.append(hidden[start : start + 100], final[start : start + 100])
+        return writer.commit(
+            split=HELDOUT if name.startswith("h") else TRAIN,
+            tokens=rng.integers(0, 50, total),
+            loss_mask=np.arange(total) % 3 > 0,
+            doc_ids=np.arange(len(lengths), dtype=np.uint64) + np.uint64(1000 * seed),
+            doc_tags=["code", "chat", "code"],
+            plan="plan",
+            provenance={"data": "{}"},
+        )
+
+
+def files_of(store: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.rglob("*")) if p.is_file()}
+
+
+def test_plain_zarr_python_opens_it(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "s")
+    write_part(store, "t-0")
+    group = zarr.open_group(str(tmp_path / "s"), mode="r")
+    part = group["parts/t-0"]
+    assert isinstance(part, zarr.Group)
+    shapes = {name: array.shape for name, array in part.arrays()}
+    assert shapes == {
+        "hidden": (327, 2, 16),
+        "final": (327, 16),
+        "tokens": (327,),
+        "loss_mask": (327,),
+        "doc_offsets": (4,),
+        "doc_ids": (3,),
+        "doc_tags": (3,),
+    }
+    hidden = np.asarray(zarr.open_array(str(tmp_path / "s/parts/t-0/hidden"), mode="r")[...])
+    rng = np.random.default_rng(0)
+    assert np.array_equal(hidden, rng.integers(1, 1 << 16, (327, 2, 16), dtype=np.uint16))
+
+
+def test_committing_twice_changes_nothing(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "s")
+    assert write_part(store, "t-0", seed=1)
+    before = files_of(tmp_path / "s")
+    assert not write_part(store, "t-0", seed=2)
+    assert files_of(tmp_path / "s") == before
+
+
+def test_an_error_while_writing_leaves_no_part(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "s")
+    with pytest.raises(RuntimeError), PartWriter(store, "t-0", [10]):
+        raise RuntimeError
+    store.refresh()
+    assert store.parts == []
+    assert list((tmp_path / "s/meta/staging").iterdir()) == []
+
+
+def test_counts_must_agree(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "s")
+    with PartWriter(store, "t-0", [10]) as writer, pytest.raises(StoreError, match="do not agree"):
+        writer.commit(
+            split=TRAIN,
+            tokens=np.zeros(9, np.int32),
+            loss_mask=np.ones(9, bool),
+            doc_ids=np.zeros(1, np.uint64),
+            doc_tags=["x"],
+            plan="p",
+            provenance={},
+        )
+    assert not (tmp_path / "s/parts/t-0").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layer_ids", (1, 4)), ("target_weights", "e" * 64), ("rendering", "enable_thinking=true"), ("final", False)],
+)
+def test_another_identity_is_refused_by_field(tmp_path: Path, field: str, value: object) -> None:
+    new_store(tmp_path / "s")
+    before = files_of(tmp_path / "s")
+    with pytest.raises(StoreError, match=field):
+        new_store(tmp_path / "s", **{field: value})
+    assert files_of(tmp_path / "s") == before
+
+
+def test_a_path_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(StoreError, match="not a dflash store"):
+        new_store(tmp_path)
+    zarr.create_group(str(tmp_path / "other"), attributes={"made": "elsewhere"})
+    with pytest.raises(StoreError, match="not a dflash store"):
+        open_store(tmp_path / "other")
+    with pytest.raises(StoreError, match="is a file"):
+        new_store(tmp_path / "notes.txt")
+    with pytest.raises(StoreError, match="no store at"):
+        open_store(tmp_path / "nowhere")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_failed_creation_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise RuntimeError(str(folder))
+
+    with pytest.raises(RuntimeError):
+        create_store(tmp_path / "s", IDENTITY, fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_is_only_a_shortcut(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "s")
+    for name in ("t-1", "h-0", "t-2"):
+        write_part(store, name, seed=ord(name[-1]))
+    store.refresh()
+    write_manifest(store)
+    assert [part.id for part in open_store(tmp_path / "s").parts] == ["h-0", "t-1", "t-2"]
+    records = open_store(tmp_path / "s").parts
+    for content in (None, b"", b'{"parts": [{"id": "t-9"}]}'):
+        path = tmp_path / "s/meta/manifest.json"
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        assert open_store(tmp_path / "s").parts == records
+    shutil.rmtree(tmp_path / "s/parts/t-1")
+    write_manifest(store)  # stale: still names t-1
+    assert [part.id for part in open_store(tmp_path / "s").parts] == ["h-0", "t-2"]
+
+
+@pytest.mark.parametrize("lost", ["tokens/c/0", "doc_offsets/zarr.json", "hidden/c/0/0/0", "checksums/hidden/c/0/0"])
+def test_a_part_half_copied_is_an_error(tmp_path: Path, lost: str) -> None:
+    store = new_store(tmp_path / "s")
+    write_part(store, "t-0")
+    (tmp_path / "s/parts/t-0" / lost).unlink()
+    with pytest.raises(StoreError, match=r"t-0.*(not whole|missing)"):
+        part = open_store(tmp_path / "s").part(0)
+        part.small("tokens"), part.small("doc_offsets")
+        part.read("hidden", 0, 327, (0, 1), np.zeros((2, 327, 16), np.uint16))
+
+
+def test_a_part_without_its_record_is_an_error(tmp_path: Path) -> None:
+    write_part(new_store(tmp_path / "s"), "t-0")
+    (tmp_path / "s/parts/t-0/zarr.json").unlink()
+    with pytest.raises(StoreError, match="t-0.*not whole"):
+        open_store(tmp_path / "s")
+
+
+def test_small_arrays_are_checked_too(tmp_path: Path) -> None:
+    write_part(new_store(tmp_path / "s"), "t-0")
+    file = tmp_path / "s/parts/t-0/tokens/c/0"
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(StoreError, match="tokens"):
+        open_store(tmp_path / "s").part(0).small("tokens")
+
+
+def test_two_extractions_cannot_hold_one_store(tmp_path: Path) -> None:
+    new_store(tmp_path / "s")
+    with lock_store(tmp_path / "s"), pytest.raises(StoreError, match="another"), lock_store(tmp_path / "s"):
+        pass
+    with lock_store(tmp_path / "s"):
+        pass
+
+
+def test_documents_are_indexed_by_split(tmp_path: Path) -> None:
+    store = new_store(tmp_path / "s")
+    write_part(store, "h-0", seed=3)
+    write_part(store, "t-1", seed=4)
+    store.refresh()
+    train = store.documents(TRAIN)
+    assert train.length.tolist() == [300, 20, 7]
+    assert train.start.tolist() == [0, 300, 320]
+    assert train.tags == ["code", "chat", "code"]
+    assert store.documents(HELDOUT).ids.tolist() == [3000, 3001, 3002]
+    with pytest.raises(StoreError, match="no longer holds part t-9"):
+        store.documents(TRAIN, ["t-1", "t-9"])
+    with pytest.raises(StoreError, match="layer 2 is not in the store"):
+        store.layer_indices((1, 2))
+
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {here!r}]
+from test_store import lock_store, new_store, write_manifest, write_part
+path = Path(sys.argv[1])
+store = new_store(path)
+print("begun", flush=True)
+with lock_store(path):
+    for number in range(12):
+        name = f"t-{{number:02d}}"
+        if not (path / "parts" / name).exists():
+            write_part(store, name, seed=number)
+    store.refresh()
+    write_manifest(store)
+"""
+
+
+def run_writer(path: Path, kill_after: float | None) -> bool:
+    """Run the writer in a process, perhaps kill it; True when it ended by itself."""
+    code = WRITER.format(tests=str(Path(__file__).parent.parent), here=str(Path(__file__).parent))
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(process.pid, signal.SIGKILL)
+    process.stdout.close()
+    return process.wait() == 0
+
+
+def test_killed_at_random_instants_the_store_ends_byte_identical(tmp_path: Path) -> None:
+    assert run_writer(tmp_path / "calm", None)
+    seed = int(os.environ.get("DFLASH_TEST_SEED", "0"))
+    rng = random.Random(seed)
+    killed = 0
+    for _ in range(int(os.environ.get("DFLASH_TEST_KILLS", "4"))):
+        if not run_writer(tmp_path / "hit", rng.uniform(0, 0.25)):
+            killed += 1
+            open_store(tmp_path / "hit")  # opens at every instant
+    assert run_writer(tmp_path / "hit", None)
+    assert killed, "no kill came in time to interrupt the writer"
+    calm, hit = files_of(tmp_path / "calm"), files_of(tmp_path / "hit")
+    assert calm.keys() == hit.keys()
+    assert calm == hit
