@@ -1,0 +1,153 @@
+"""Stage one as a whole: every document once, whatever the workers; resumption; data that changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import fill
+from tiny import conversation, write_data
+
+from dflash_offline.extract.data import DataError
+from dflash_offline.extract.plan import batches
+from dflash_offline.extract.run import Prepared, extract
+from dflash_offline.extract.unit import run_unit
+from dflash_offline.store import HELDOUT, TRAIN, Store, StoreError, open_store
+from dflash_offline.store.progress import SILENT, Listener
+
+MakeStore = Callable[..., Prepared]
+
+
+def all_ids(store: Store) -> list[int]:
+    return [int(i) for split in (HELDOUT, TRAIN) for i in store.documents(split).ids]
+
+
+def files_of(store: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.rglob("*")) if p.is_file()}
+
+
+def test_dask_workers_make_the_store_that_one_process_makes(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 23)]
+    alone = fill(make_store(hybrid, data, tmp_path / "alone"))
+    prepared = make_store(hybrid, data, tmp_path / "dask")
+    run_unit(prepared.job, prepared.plan.units[1].id)  # as if an earlier run had been cut short
+    seen: list[int] = []
+    listener = Listener(lambda line: None, lambda total, done: seen.append(done), lambda n, _: seen.append(n))
+    store = extract(prepared, ["cpu"], listener)
+    assert sorted(all_ids(store)) == sorted(all_ids(alone))
+    assert len(set(all_ids(store))) == 23
+    assert sum(seen) == store.tokens
+    for path, content in files_of(tmp_path / "alone" / "parts").items():
+        assert (tmp_path / "dask" / "parts" / path).read_bytes() == content, path
+
+
+def test_failed_units_are_named_after_the_rest_is_done(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    prepared = make_store(hybrid, [write_data(tmp_path / "data.jsonl", 23)], tmp_path / "s")
+    doomed = prepared.plan.units[1].id
+    (tmp_path / "s/parts" / doomed).write_text("in the way")  # a file where the part should go
+    with pytest.raises(StoreError, match=rf"1 of {len(prepared.plan.units)} units failed.*{doomed}"):
+        extract(prepared, ["cpu"], SILENT)
+    (tmp_path / "s/parts" / doomed).unlink()
+    assert len(open_store(tmp_path / "s").parts) == len(prepared.plan.units) - 1
+
+
+def test_units_depend_on_data_and_settings_alone(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 20)]
+    first = make_store(hybrid, data, tmp_path / "a").plan
+    assert make_store(hybrid, data, tmp_path / "b").plan == first
+    assert make_store(hybrid, data, tmp_path / "a").plan == first  # read back
+    assert sorted(d for u in first.units for d in u.documents) == list(range(20))
+    assert [unit.split for unit in first.units] == sorted(unit.split for unit in first.units)
+    assert make_store(hybrid, data, tmp_path / "c", unit_tokens=300).plan.units != first.units
+
+
+def test_batches_stay_within_the_budget() -> None:
+    lengths = [90, 80, 80, 30, 20, 10, 10, 5]
+    groups = batches(lengths, 160)
+    assert [i for g in groups for i in range(g.start, g.stop)] == list(range(8))
+    assert all(lengths[g.start] * (g.stop - g.start) <= 160 for g in groups)
+    assert batches([500, 3], 160) == [slice(0, 1), slice(1, 2)]
+
+
+def test_data_that_grew_is_added_and_nothing_done_twice(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    path = tmp_path / "data.jsonl"
+    before = all_ids(fill(make_store(hybrid, [write_data(path, 10)], tmp_path / "s")))
+    prepared = make_store(hybrid, [write_data(path, 16)], tmp_path / "s")
+    assert sum(len(unit.documents) for unit in prepared.plan.units) == 6
+    after = all_ids(fill(prepared))
+    assert set(before) < set(after)
+    assert len(after) == len(set(after)) == 16
+
+
+def test_another_file_is_added(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    fill(make_store(hybrid, [write_data(tmp_path / "one.jsonl", 6)], tmp_path / "s"))
+    store = fill(make_store(hybrid, [write_data(tmp_path / "two.jsonl", 6, first=50, heldout=0)], tmp_path / "s"))
+    assert len(set(all_ids(store))) == 12
+
+
+def test_data_that_changed_under_its_name_is_refused(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    path = tmp_path / "data.jsonl"
+    store = fill(make_store(hybrid, [write_data(path, 10)], tmp_path / "s"))
+    before = all_ids(store)
+    lines = path.read_text().splitlines()
+    lines[4] = json.dumps({"messages": conversation(777)})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"data\.jsonl has changed"):
+        make_store(hybrid, [path], tmp_path / "s")
+    assert all_ids(open_store(tmp_path / "s")) == before
+
+
+@pytest.mark.parametrize("change", [{"layer_ids": [1, 2, 5]}, {"thinking": True}, {"max_length": 64}, {"final": False}])
+def test_settings_of_the_identity_may_not_change(
+    change: dict[str, object], hybrid: Path, tmp_path: Path, make_store: MakeStore
+) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 6)]
+    make_store(hybrid, data, tmp_path / "s")
+    with pytest.raises(StoreError, match="made with other settings"):
+        make_store(hybrid, data, tmp_path / "s", **change)
+
+
+def test_another_target_is_refused(hybrid: Path, dense: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 6)]
+    make_store(hybrid, data, tmp_path / "s")
+    with pytest.raises(StoreError, match="target_weights"):
+        make_store(dense, data, tmp_path / "s")
+
+
+def test_bad_data_leaves_no_store_behind(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    path = write_data(tmp_path / "data.jsonl", 6)
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(DataError, match="line 7: not valid JSON"):
+        make_store(hybrid, [path], tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def test_what_is_left_out_is_said(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    path = write_data(tmp_path / "data.jsonl", 6)
+    again = path.read_text().splitlines()[3]
+    useless = json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]})
+    path.write_text(path.read_text() + again + "\n" + useless + "\n")
+    prepared = make_store(hybrid, [path], tmp_path / "s", max_length=60)
+    assert sum(len(unit.documents) for unit in prepared.plan.units) == 6
+    store = fill(prepared)
+    assert max(store.documents(TRAIN).length) <= 60
+
+
+def test_held_out_by_content_hash_when_no_line_says(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    rows = [{"messages": conversation(n)} for n in range(30)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held = set(fill(make_store(hybrid, [path], tmp_path / "a", heldout=0.2)).documents(HELDOUT).ids.tolist())
+    path.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    again = set(fill(make_store(hybrid, [path], tmp_path / "b", heldout=0.2)).documents(HELDOUT).ids.tolist())
+    assert held == again  # the order of the file does not matter
+    assert 0 < len(held) < 15
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    path = tmp_path / "ids.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 9000], "loss_mask": [1, 1, 1]}) + "\n")
+    with pytest.raises(DataError, match="token id 9000 is outside the vocabulary of 8192"):
+        make_store(hybrid, [path], tmp_path / "s")

@@ -1,0 +1,160 @@
+"""Captured states against transformers, each document run alone; and the states that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from tiny import make_target, write_data
+from transformers import AutoModelForCausalLM
+
+from dflash_offline.extract import unit
+from dflash_offline.extract.run import Prepared
+from dflash_offline.extract.target import StateCapture, TargetError, check_layer_ids, default_layer_ids, inspect
+from dflash_offline.extract.unit import run_unit
+from dflash_offline.store import HELDOUT, TRAIN, Store, StoreError
+
+
+def documents_alone(store: Store, target: Path) -> Any:
+    """For each stored document: its tokens, its stored states as floats, and what transformers gives for it alone."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    for split in (HELDOUT, TRAIN):
+        documents = store.documents(split)
+        for i in range(len(documents)):
+            part, start, length = store.part(int(documents.part[i])), int(documents.start[i]), int(documents.length[i])
+            tokens = torch.from_numpy(part.small("tokens")[start : start + length].astype(np.int64))
+            layers = len(store.identity.layer_ids)
+            hidden = np.zeros((layers, length, store.identity.hidden_size), np.uint16)
+            final = np.zeros((1, length, store.identity.hidden_size), np.uint16)
+            part.read("hidden", start, start + length, tuple(range(layers)), hidden)
+            part.read("final", start, start + length, (0,), final)
+            with torch.no_grad():
+                alone = model(input_ids=tokens[None], output_hidden_states=True)
+            yield tokens, as_float(hidden), as_float(final)[0], alone
+
+
+def as_float(bits: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
+
+
+def assert_bf16_close(stored: torch.Tensor, exact: torch.Tensor) -> None:
+    """Equal to bf16 rounding: half a unit in the last of 8 bits, and what fp32 sums in another order differ by."""
+    assert ((stored - exact).abs() <= exact.abs() * 2**-8 + 2e-5 * exact.abs().max()).all()
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dense", "moe", "nested"])
+def test_states_equal_each_document_run_alone(
+    kind: str, tmp_path: Path, make_store: Callable[..., Prepared]
+) -> None:
+    target = make_target(tmp_path / "target", kind, seed=3)
+    prepared = make_store(target, [write_data(tmp_path / "data.jsonl", 12)], tmp_path / "states", layer_ids=[0, 3, 6])
+    store = fill(prepared)
+    count = 0
+    for _, hidden, final, alone in documents_alone(store, target):
+        for row, layer in enumerate(store.identity.layer_ids):
+            assert_bf16_close(hidden[row], alone.hidden_states[layer + 1][0])
+        assert_bf16_close(final, alone.hidden_states[-1][0])  # after the final norm
+        count += 1
+    assert count == 12
+
+
+def test_final_is_what_the_lm_head_takes(filled: Store, hybrid: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32)
+    for _, _, final, alone in documents_alone(filled, hybrid):
+        logits = final @ model.lm_head.weight.T
+        assert (logits - alone.logits[0]).norm() / alone.logits[0].norm() < 2**-8
+
+
+@pytest.mark.parametrize("where", ["pre", "post"])
+def test_the_last_layer_before_and_after_the_norm(
+    where: str, hybrid: Path, tmp_path: Path, make_store: Callable[..., Prepared]
+) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 4)]
+    store = fill(make_store(hybrid, data, tmp_path / "s", layer_ids=[2, 7], last_layer=where))
+    model: Any = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32)
+    for _, hidden, final, alone in documents_alone(store, hybrid):
+        post = alone.hidden_states[-1][0]
+        if where == "post":
+            assert_bf16_close(hidden[1], post)
+            assert torch.equal(hidden[1], final)
+        else:
+            with torch.no_grad():
+                normed = model.model.norm(hidden[1])
+            assert (normed - post).norm() / post.norm() < 2**-7
+            assert not torch.allclose(hidden[1], post, rtol=0.1)
+
+
+def test_the_vocabulary_projection_is_never_computed(hybrid: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32)
+    model.lm_head.register_forward_hook(lambda *_: pytest.fail("the LM head ran"))
+    hidden, final = StateCapture(model, [1, 2], None)(torch.ones(2, 5, dtype=torch.int64), use_cache=False)
+    assert hidden.shape == (2, 5, 2, 32)
+    assert final.shape == (2, 5, 32)
+
+
+@pytest.mark.parametrize(("value", "says"), [(float("nan"), "not finite"), (float("inf"), "not finite"), (0.0, "all zero")])
+def test_bad_states_are_refused_with_document_and_layer(
+    value: float,
+    says: str,
+    hybrid: Path,
+    tmp_path: Path,
+    make_store: Callable[..., Prepared],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared = make_store(hybrid, [write_data(tmp_path / "data.jsonl", 8)], tmp_path / "s")
+    train = next(item for item in prepared.plan.units if item.split == TRAIN)
+    forward = unit._forward
+
+    def broken(*arguments: Any) -> Any:
+        hidden, final = forward(*arguments)
+        hidden = hidden.clone()
+        if value == 0:
+            hidden[1, :, 2] = 0
+        else:
+            hidden[1, 4, 2, 7] = value
+        return hidden, final
+
+    monkeypatch.setattr(unit, "_forward", broken)
+    with pytest.raises(StoreError, match=rf"data\.jsonl, line \d+: the states of layer 5 are {says}"):
+        run_unit(prepared.job, train.id)
+    prepared.store.refresh()
+    assert prepared.store.parts == []
+    monkeypatch.undo()
+    assert run_unit(prepared.job, train.id) > 0  # redone once the cause is gone
+
+
+def test_default_layers_are_those_published() -> None:
+    assert default_layer_ids(36) == (1, 9, 17, 25, 33)
+    assert default_layer_ids(64) == (1, 16, 31, 46, 61)
+    assert default_layer_ids(8, 1) == (4,)
+
+
+@pytest.mark.parametrize(
+    ("ids", "last", "says"),
+    [
+        ([], None, "is empty"),
+        ([1, 1], None, "twice"),
+        ([1, 8], None, "layer id 8 is out of range: the target has layers 0 to 7"),
+        ([-1], None, "out of range"),
+        ([7], None, "set extract.last_layer"),
+    ],
+)
+def test_layer_ids_the_target_cannot_give(ids: list[int], last: str | None, says: str) -> None:
+    with pytest.raises(TargetError, match=says):
+        check_layer_ids(ids, 8, last)
+
+
+def test_targets_that_cannot_be_used(tmp_path: Path, hybrid: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    with pytest.raises(TargetError, match="not a causal language model"):
+        inspect(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
+    with pytest.raises(TargetError, match="cannot be read"):
+        inspect(tmp_path)
+    with pytest.raises(TargetError, match=r"no config\.json"):
+        inspect(tmp_path / "empty")
