@@ -13,7 +13,7 @@ from distributed import Client, Future, KilledWorker, as_completed
 from distributed.worker import get_worker
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..store import HELDOUT, Identity, Store, StoreError, create_store, lock_store, write_manifest
+from ..store import HELDOUT, Identity, Store, StoreError, create_store, existing_store, lock_store, write_manifest
 from ..store.format import PARTS
 from ..store.head import save_head
 from ..store.progress import Listener
@@ -31,6 +31,7 @@ from .target import (
     load_ends,
     load_tokenizer,
     locate,
+    slow_layers,
     text_hash,
     weights_hash,
 )
@@ -86,6 +87,11 @@ def prepare(
     if len({path.name for path in files}) != len(files):
         raise DataError("two data files have the same name: the store tells them apart by it, rename one")
     digests = {path.name: file_hash(path) for path in files}
+    if device != "cpu" and (slow := slow_layers(info)):
+        listener.say(
+            f"warning: {slow} of the target's {info.num_layers} layers run many times slower than they could: "
+            "install flash-linear-attention"
+        )
     tokenizer = load_tokenizer(info.path)
     renderer = Renderer(tokenizer, data.thinking)
     dtype = target.resolve_dtype(device)
@@ -104,6 +110,7 @@ def prepare(
         num_layers=info.num_layers,
         vocab_size=info.vocab_size,
     )
+    existing_store(store_path, identity)  # refused now, not after an hour of tokenising
     shaping = (data.model_dump(exclude={"files"}), settings.unit_tokens, settings.batch_tokens)
     key = plan_key(digests, identity.model_dump(mode="json"), *shaping)
     plan = load_plan(store_path, key)

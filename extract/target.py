@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,6 +117,12 @@ def inspect(folder: Path) -> TargetInfo:
         if not isinstance(text.get(key), int):
             raise TargetError(f"the config of target {folder} does not say {key}")
     return TargetInfo(folder, text)
+
+
+def slow_layers(info: TargetInfo) -> int:
+    """Linear-attention layers that would run in plain PyTorch because their kernels are not installed."""
+    kinds = info.text.get("layer_types") or []
+    return 0 if find_spec("fla") else kinds.count("linear_attention")
 
 
 def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from .batches import Batch, BatchStream, pack
 from .format import HELDOUT, TRAIN, DflashError, Identity, PartRecord, StoreError, part_id
 from .head import Head, load_head
 from .reader import Documents, Store, open_store
-from .writer import PartWriter, create_store, lock_store, write_manifest
+from .writer import PartWriter, create_store, existing_store, lock_store, write_manifest
 
 __all__ = [
     "HELDOUT",
@@ -23,6 +23,7 @@ __all__ = [
     "Store",
     "StoreError",
     "create_store",
+    "existing_store",
     "load_head",
     "lock_store",
     "open_store",

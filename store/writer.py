@@ -27,11 +27,8 @@ from .reader import Store, open_store
 from .rows import RowsWriter
 
 
-def create_store(path: Path, identity: Identity, fill_head: Callable[[Path], None]) -> Store:
-    """Open the store at `path` for extension, or create it whole.
-
-    Args:
-        fill_head: writes the head into the folder it is given (`head.save_head`).
+def existing_store(path: Path, identity: Identity) -> Store | None:
+    """Open the store at `path` for extension, or None when there is nothing.
 
     Raises:
         StoreError: the path holds something else, or a store of another identity (the fields are named).
@@ -45,6 +42,20 @@ def create_store(path: Path, identity: Identity, fill_head: Callable[[Path], Non
                 f"the store {path} was made with other settings ({'; '.join(differences)}; here = the store): "
                 "give this extraction another [store] path, or the settings the store was made with"
             )
+        return store
+    return None
+
+
+def create_store(path: Path, identity: Identity, fill_head: Callable[[Path], None]) -> Store:
+    """Open the store at `path` for extension, or create it whole.
+
+    Args:
+        fill_head: writes the head into the folder it is given (`head.save_head`).
+
+    Raises:
+        StoreError: the path holds something else, or a store of another identity (the fields are named).
+    """
+    if (store := existing_store(path, identity)) is not None:
         return store
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,9 @@ def files_of(store: Path) -> dict[str, bytes]:
     return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.rglob("*")) if p.is_file()}
 
 
-def test_dask_workers_make_the_store_that_one_process_makes(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+def test_dask_workers_make_the_store_that_one_process_makes(
+    hybrid: Path, tmp_path: Path, make_store: MakeStore
+) -> None:
     data = [write_data(tmp_path / "data.jsonl", 23)]
     alone = fill(make_store(hybrid, data, tmp_path / "alone"))
     prepared = make_store(hybrid, data, tmp_path / "dask")

@@ -107,6 +107,8 @@ def test_text_that_holds_the_markers_is_refused(tokenizer: PreTrainedTokenizerBa
 
 
 def test_what_the_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    said = Row("d, line 7", "t", None, messages=[{"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}])
+    said = Row(
+        "d, line 7", "t", None, messages=[{"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]
+    )
     with pytest.raises(DataError, match=r"d, line 7: the chat template refuses"):
         Renderer(tokenizer, thinking=False).ids_and_mask(said)

@@ -48,9 +48,7 @@ def assert_bf16_close(stored: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "dense", "moe", "nested"])
-def test_states_equal_each_document_run_alone(
-    kind: str, tmp_path: Path, make_store: Callable[..., Prepared]
-) -> None:
+def test_states_equal_each_document_run_alone(kind: str, tmp_path: Path, make_store: Callable[..., Prepared]) -> None:
     target = make_target(tmp_path / "target", kind, seed=3)
     prepared = make_store(target, [write_data(tmp_path / "data.jsonl", 12)], tmp_path / "states", layer_ids=[0, 3, 6])
     store = fill(prepared)
@@ -97,7 +95,9 @@ def test_the_vocabulary_projection_is_never_computed(hybrid: Path, tmp_path: Pat
     assert final.shape == (2, 5, 32)
 
 
-@pytest.mark.parametrize(("value", "says"), [(float("nan"), "not finite"), (float("inf"), "not finite"), (0.0, "all zero")])
+@pytest.mark.parametrize(
+    ("value", "says"), [(float("nan"), "not finite"), (float("inf"), "not finite"), (0.0, "all zero")]
+)
 def test_bad_states_are_refused_with_document_and_layer(
     value: float,
     says: str,

@@ -1,0 +1,237 @@
+"""The walk against a plain loop, and real speculative decoding against plain greedy decoding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import fill
+from test_drafter import drafter_settings
+from test_trainer import train_settings
+from transformers import AutoModelForCausalLM
+
+from dflash_offline.extract.cached import CachedTarget
+from dflash_offline.extract.run import Prepared
+from dflash_offline.store import HELDOUT, Documents, Head, Store, load_head
+from dflash_offline.store.progress import SILENT
+from dflash_offline.train.attention import Blocks
+from dflash_offline.train.checkpoint import load_drafter
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.evaluate.decode import decode_greedy, decode_speculative
+from dflash_offline.train.evaluate.parity import compare_rounds, first_difference
+from dflash_offline.train.evaluate.report import evaluate_decoding
+from dflash_offline.train.evaluate.summary import acceptance_by_position, accepted_length, summarize
+from dflash_offline.train.evaluate.walk import Round, Turn, turns_of, walk
+from dflash_offline.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def model_of(target: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def greedy_store(hybrid: Path, tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., Prepared]) -> Store:
+    """A store of texts that the random hybrid wrote itself, greedily; such a target falls into loops soon, which a
+    drafter learns: rounds of every length occur."""
+    folder = tmp_path_factory.mktemp("greedy")
+    target = CachedTarget(model_of(hybrid), [1], None)
+    rows = []
+    for n in range(36):
+        prompt = np.random.default_rng(n).integers(10, 8000, 6 + n % 5).tolist()
+        written = decode_greedy(target, prompt, set(), 40).tokens
+        mask = [0] * len(prompt) + [1] * len(written)
+        split = "heldout" if n < 6 else "train"
+        rows.append({"input_ids": prompt + written, "loss_mask": mask, "split": split, "tag": "ab"[n % 2]})
+    path = folder / "greedy.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return fill(make_store(hybrid, [path], folder / "states", layer_ids=[1, 5]))
+
+
+@pytest.fixture(scope="module")
+def trained(greedy_store: Store, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
+    """A drafter that has learned some of it."""
+    settings = train_settings(epochs=12, tokens=512, anchors=128, lr=1e-2, save_every=1000)
+    folder = tmp_path_factory.mktemp("run")
+    last = Trainer(greedy_store, drafter_settings(), settings, folder, CPU, SILENT).run()
+    return load_drafter(last, torch.float32, CPU)[0]
+
+
+def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, index: int) -> list[Round]:
+    """The rounds of a document's turns, each block drafted alone."""
+    part, start, length = (
+        store.part(int(documents.part[index])),
+        int(documents.start[index]),
+        int(documents.length[index]),
+    )
+    tokens = part.small("tokens")[start : start + length].tolist()
+    mask = part.small("loss_mask")[start : start + length].tolist()
+    bits = np.zeros((2, length, 32), np.uint16)
+    part.read("hidden", start, start + length, (0, 1), bits)
+    hidden = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
+    embedding, lm_head = head.embedding.float(), head.lm_head.float()
+    rounds = []
+    place = 0
+    while place < length:
+        if not mask[place] or place + 1 >= length or not mask[place + 1]:
+            place += 1
+            continue
+        end = place
+        while end < length and mask[end]:
+            end += 1
+        while place < end - 1:
+            context = drafter.context(hidden[:, :place], torch.arange(place))
+            embedded = drafter.block_inputs(embedding, torch.tensor([tokens[place]]))
+            where = Blocks(torch.tensor([place]), torch.tensor([0]))
+            drafted = (drafter.blocks(embedded, context, where)[0, 1:] @ lm_head.T).argmax(-1).tolist()
+            right = 0
+            while right < len(drafted) and place + 1 + right < end and drafted[right] == tokens[place + 1 + right]:
+                right += 1
+            produced = min(right + 1, end - 1 - place)
+            rounds.append(Round(place, right, produced, 0.0))
+            place += produced
+        place = end
+    return rounds
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [1, 200, 4000])
+def test_the_walk_equals_a_plain_loop(budget: int, trained: Drafter, greedy_store: Store) -> None:
+    documents, head = greedy_store.documents(HELDOUT), load_head(greedy_store.path)
+    turns = walk(trained, head, greedy_store, documents, budget)
+    for index in range(len(documents)):
+        mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]
+        assert mine == slow_walk(trained, head, greedy_store, documents, index)
+    assert accepted_length(turns) > 1.3  # else this shows nothing
+
+
+@torch.no_grad()
+def test_the_walk_over_many_turns(filled: Store) -> None:
+    drafter = Drafter(drafter_settings(), 32)
+    drafter.reset(0)
+    documents, head = filled.documents(HELDOUT), load_head(filled.path)
+    turns = walk(drafter, head, filled, documents, 400)
+    assert len(turns) > len(documents)
+    for index in range(len(documents)):
+        mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]
+        bits = slow_walk(drafter, head, filled, documents, index)
+        assert mine == bits
+
+
+def test_decoding_agrees_with_the_states_round_by_round(trained: Drafter, greedy_store: Store, hybrid: Path) -> None:
+    documents, head = greedy_store.documents(HELDOUT), load_head(greedy_store.path)
+    target = CachedTarget(model_of(hybrid), greedy_store.identity.layer_ids, None)
+    found = evaluate_decoding(target, trained, head, greedy_store, documents, {8191}, 512)
+    assert found["turns_that_agree"] == found["turns"] == 6
+    assert found["turns_equal_to_greedy"] == found["turns_equal_to_store"] == 6
+    assert found["rounds_same_as_states"] >= 0.9 * found["rounds"]
+    assert found["accepted_length"] > 1.3
+    assert 1 < found["rounds"] < found["tokens"]
+
+
+class Guesser:
+    """In place of a drafter: proposes what `script` says, so that every pattern of acceptance occurs."""
+
+    def __init__(self, truth: Sequence[int], rights: Sequence[int], block: int, vocabulary: int) -> None:
+        self.settings = drafter_settings(block_size=block)
+        self._truth, self._rights, self._block, self._vocabulary = truth, list(rights), block, vocabulary
+        self._parameter = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[torch.Tensor] = []
+
+    def parameters(self) -> Any:
+        return iter([self._parameter])
+
+    def context(self, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+        self.seen.append(hidden)
+        return [(positions.float()[:, None, None], positions.float()[:, None, None])]
+
+    def block_inputs(self, embedding: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, self._block, 1)
+
+    def blocks(self, embedded: torch.Tensor, context: Any, blocks: Blocks) -> torch.Tensor:
+        anchor = int(blocks.anchors[0])
+        assert context[0][0].flatten().tolist() == list(range(anchor))  # every position before the anchor, once
+        right = self._rights.pop(0)
+        states = torch.zeros(1, self._block, self._vocabulary)
+        for k in range(1, self._block):
+            true = self._truth[anchor + k] if anchor + k < len(self._truth) else 0
+            states[0, k, true if k <= right else (true + 1) % self._vocabulary] = 1
+        return states
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dense"])
+def test_text_and_states_are_the_targets_own_whatever_is_accepted(kind: str, request: pytest.FixtureRequest) -> None:
+    """Recurrent states, convolution states and keys go back exactly: after any pattern of acceptance the text is the
+    greedy text, and the states handed to the drafter are those of one pass over it."""
+    model = model_of(request.getfixturevalue(kind))
+    target = CachedTarget(model, [1, 5], None)
+    prompt = np.random.default_rng(5).integers(10, 8000, 9).tolist()
+    plain = decode_greedy(target, prompt, set(), 60)
+    # The whole text is only right if the target is far from ties on it; this one is.
+    assert min(plain.margins) > 1e-4
+    rights = [0, 1, 4, 2, 0, 3, 4, 4, 1, 0, 2, 3] * 4
+    guesser: Any = Guesser([*prompt, *plain.tokens], rights, 5, 8192)
+    head = Head(torch.zeros(1, 1), torch.eye(8192), {}, Path())
+    fast = decode_speculative(target, guesser, head, (0, 1), prompt, set(), 60)
+    assert fast.tokens == plain.tokens
+    taken = [r.right for r in fast.rounds]
+    assert taken[:-1] == rights[: len(taken) - 1]
+    assert sum(r.produced for r in fast.rounds) == 59
+    text = torch.tensor([[*prompt, *plain.tokens]])
+    alone = model(input_ids=text, output_hidden_states=True).hidden_states
+    seen = torch.cat(guesser.seen, 1)
+    for row, layer in enumerate((1, 5)):
+        exact = alone[layer + 1][0, : seen.shape[1]]
+        assert (seen[row][: len(exact)] - exact).norm() / exact.norm() < 2**-8
+
+
+def test_decoding_stops_at_an_end_token_inside_a_block(hybrid: Path) -> None:
+    target = CachedTarget(model_of(hybrid), [1, 5], None)
+    prompt = [11, 12, 13, 400]
+    plain = decode_greedy(target, prompt, set(), 30).tokens
+    end = plain[next(i for i in range(5, 30) if plain[i] not in plain[:i])]
+    stop = plain.index(end) + 1
+    guesser: Any = Guesser([*prompt, *plain], [4] * 20, 5, 8192)
+    head = Head(torch.zeros(1, 1), torch.eye(8192), {}, Path())
+    fast = decode_speculative(target, guesser, head, (0, 1), prompt, {end}, 30)
+    assert fast.tokens == plain[:stop] == decode_greedy(target, prompt, {end}, 30).tokens
+    assert sum(r.produced for r in fast.rounds) == stop - 1
+
+
+def turn(*rounds: tuple[int, int, int], stop: int = 100) -> Turn:
+    return Turn(0, "code", 0, stop, [Round(a, r, p, 1.0) for a, r, p in rounds])
+
+
+def test_accepted_length_is_tokens_over_rounds() -> None:
+    turns = [turn((0, 2, 3), (3, 0, 1)), turn((0, 3, 2), stop=3)]
+    assert accepted_length(turns) == pytest.approx(6 / 3)
+    # Slot 3 is reached by the first two rounds alone: the last round's turn ends before it.
+    assert acceptance_by_position(turns, 4) == pytest.approx([2 / 3, 2 / 3, 0.0])
+    summary = summarize(turns, 4)
+    assert (summary["rounds"], summary["tokens"]) == (3, 6)
+    assert summarize([], 4)["accepted_length"] is None
+
+
+def test_turns_are_runs_with_a_pair_to_predict() -> None:
+    mask = np.array([0, 1, 1, 0, 1, 0, 1, 1, 1], bool)
+    assert turns_of(mask) == [(1, 3), (6, 9)]
+
+
+def test_parity_names_the_first_disagreement() -> None:
+    one = [Round(0, 1, 2, 0.5), Round(2, 0, 1, 0.3)]
+    assert compare_rounds(one, one).agrees
+    near = compare_rounds(one, [one[0], Round(2, 1, 2, 1e-4)])
+    assert (near.same, near.agrees, near.margin) == (1, True, 1e-4)
+    far = compare_rounds(one, [one[0], Round(2, 1, 2, 0.4)])
+    assert not far.agrees
+    assert not compare_rounds(one, one[:1]).agrees
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 9, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2

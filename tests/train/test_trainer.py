@@ -1,0 +1,166 @@
+"""Runs: exact resumption, accumulation, refusals, and validation that stays the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_drafter import drafter_settings
+
+from dflash_offline.store import HELDOUT, TRAIN, BatchStream, Store, StoreError, load_head, pack
+from dflash_offline.store.progress import SILENT
+from dflash_offline.train.checkpoint import CheckpointError, checkpoints
+from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.optimizer import MasterAdamW
+from dflash_offline.train.step import TrainStep
+from dflash_offline.train.trainer import Trainer, TrainSettings
+
+
+def train_settings(**changes: Any) -> TrainSettings:
+    values: dict[str, Any] = {
+        "epochs": 2,
+        "tokens": 256,
+        "anchors": 24,
+        "save_every": 1,
+        "keep": 100,
+        "log_every": 1,
+        "lr": 3e-3,
+        "validate_documents": 4,
+    }
+    return TrainSettings(**{**values, **changes})
+
+
+def trainer(store: Store, folder: Path, drafter: dict[str, Any] | None = None, **changes: Any) -> Trainer:
+    cpu = torch.device("cpu")
+    return Trainer(store, drafter_settings(**(drafter or {})), train_settings(**changes), folder, cpu, SILENT)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    clocks = ("tokens_per_second", "share_waiting_for_data")
+    return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_resumed_at_any_step_the_run_ends_bit_identical(accumulate: int, filled: Store, tmp_path: Path) -> None:
+    whole = trainer(filled, tmp_path / "whole", accumulate=accumulate).run()
+    expected = load_file(whole / "training" / "optimizer.safetensors")
+    saved = checkpoints(tmp_path / "whole" / "checkpoints")
+    assert len(saved) >= 6
+    for stop in range(0, len(saved) - 1, 2):  # in the middle of epochs and at their ends
+        run = tmp_path / f"cut-{stop}"
+        shutil.copytree(tmp_path / "whole", run)
+        for later in saved[stop + 1 :]:
+            shutil.rmtree(run / "checkpoints" / later.name)
+        last = trainer(filled, run, accumulate=accumulate).run()
+        assert last.name == whole.name
+        for name, tensor in load_file(last / "training" / "optimizer.safetensors").items():
+            assert torch.equal(tensor, expected[name]), (stop, name)
+        mine, theirs = (load_file(folder / "model.safetensors") for folder in (last, whole))
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        state = (last / "training" / "state.json").read_text()
+        assert state == (whole / "training" / "state.json").read_text()
+        again = without_times([row for row in metrics(run) if "loss" in row])
+        assert again == without_times([row for row in metrics(tmp_path / "whole") if "loss" in row])
+
+
+def test_it_learns(filled: Store, tmp_path: Path) -> None:
+    trainer(filled, tmp_path / "run", epochs=6).run()
+    losses = [row["loss"] for row in metrics(tmp_path / "run") if "loss" in row]
+    assert sum(losses[-3:]) / 3 < sum(losses[:3]) / 3 - 0.5
+    assert sum("heldout_accepted_length" in row for row in metrics(tmp_path / "run")) == 6
+    assert any((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_a_finished_run_goes_on_with_more_epochs(filled: Store, tmp_path: Path) -> None:
+    first = trainer(filled, tmp_path / "run", epochs=1).run()
+    assert trainer(filled, tmp_path / "run", epochs=1).run() == first
+    assert trainer(filled, tmp_path / "run", epochs=2).run() != first
+
+
+def test_old_checkpoints_are_removed_and_nothing_else(filled: Store, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "mine.txt").write_text("keep me")
+    trainer(filled, tmp_path / "run", keep=2).run()
+    assert len(checkpoints(tmp_path / "run" / "checkpoints")) == 2
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert len(names) == 3
+    assert "mine.txt" in names
+
+
+def test_accumulated_micro_batches_make_the_update_of_their_union(filled: Store) -> None:
+    """Uneven micro-batches: gradients and weights are summed before dividing, whatever the number of slots in each."""
+    documents = filled.documents(TRAIN)
+    groups = pack(documents.length.tolist(), 256)[:3]
+    layers = filled.layer_indices((1, 5))
+    head = load_head(filled.path)
+
+    def gradients(together: bool) -> list[torch.Tensor]:
+        drafter = Drafter(drafter_settings(), 32)
+        drafter.reset(0)
+        # No update: its weights stay, its gradients are looked at.
+        step = TrainStep(drafter, head, MasterAdamW(drafter.named_parameters(), clip=1e9, weight_decay=0), 800, 3.0, 0)
+        chosen, budget = ([[i for group in groups for i in group]], 768) if together else (groups, 256)
+        total = torch.zeros(())
+        with BatchStream(filled, documents, chosen, budget, layers) as stream:
+            for number, batch in enumerate(stream):
+                total += step.micro(batch, number).denominator  # 800 anchors: every eligible one is drawn
+        return [p.grad / total for p in drafter.parameters() if p.grad is not None]
+
+    for apart, union in zip(gradients(False), gradients(True), strict=True):
+        torch.testing.assert_close(apart, union, rtol=1e-4, atol=1e-6)
+
+
+def test_a_document_longer_than_a_batch_is_refused_by_name(filled: Store, tmp_path: Path) -> None:
+    longest = filled.documents(TRAIN)
+    name = f"{int(longest.ids[longest.length.argmax()]):016x}"
+    with pytest.raises(StoreError, match=rf"{name}.*more than train\.tokens = 32"):
+        trainer(filled, tmp_path / "run", tokens=32).run()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        ({"layer_ids": [1, 2]}, "layer 2 is not in the store"),
+        ({"mask_token_id": 9000}, "outside the vocabulary"),
+        ({"mask_token_id": 2}, "is the target's eos_token_id"),
+        ({"mask_token_id": 0}, "is the target's pad_token_id"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_the_store_is_refused(
+    drafter: dict[str, Any], says: str, filled: Store, tmp_path: Path
+) -> None:
+    with pytest.raises(StoreError, match=says):
+        trainer(filled, tmp_path / "run", drafter)
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_settings_are_another_run(filled: Store, tmp_path: Path) -> None:
+    trainer(filled, tmp_path / "run", epochs=1).run()
+    with pytest.raises(CheckpointError, match=r"train\.lr was 0\.003, now 0\.1"):
+        trainer(filled, tmp_path / "run", epochs=1, lr=0.1)
+    with pytest.raises(CheckpointError, match=r"drafter\.block_size was 4, now 5"):
+        trainer(filled, tmp_path / "run", {"block_size": 5}, epochs=1)
+
+
+def test_validation_is_the_same_for_every_run_and_epoch(filled: Store, tmp_path: Path) -> None:
+    """With a learning rate too small to matter, every validation gives one number, whatever seed and epoch."""
+    found = set()
+    for seed in (0, 1):
+        folder = tmp_path / f"seed-{seed}"
+        run = trainer(filled, folder, lr=1e-30, seed=seed)
+        run._drafter.reset(7)  # the same weights under both seeds
+        for master, parameter in zip(run._optimizer.masters, run._drafter.parameters(), strict=True):
+            master.copy_(parameter.detach())
+        run.run()
+        found |= {row["heldout_loss"] for row in metrics(folder) if "heldout_loss" in row}
+    assert len(found) == 1
+    assert len(filled.documents(HELDOUT)) >= 4
