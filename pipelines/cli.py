@@ -44,11 +44,11 @@ def extract(gpus: Gpus = "all", set_: Set = None) -> None:
     """Stage one: run the target and write its hidden states to the store. Resumes by itself."""
     from .config import load_settings
     from .console import console, reporting
-    from .devices import count_gpus, parse_gpus
+    from .devices import choose_devices
     from .stages import run_extract
 
     settings = load_settings(Path.cwd(), set_ or [])
-    devices = parse_gpus(gpus, count_gpus())
+    devices = choose_devices(gpus)
     with reporting("extract", "tokens") as listener:
         store = run_extract(Path.cwd(), settings, devices, listener)
     documents = sum(part.documents for part in store.parts)
@@ -60,11 +60,11 @@ def train(gpus: Gpus = "all", set_: Set = None) -> None:
     """Stage two: train a drafter from the store. Resumes by itself."""
     from .config import load_settings
     from .console import console, reporting
-    from .devices import count_gpus, parse_gpus
+    from .devices import choose_devices
     from .stages import run_train
 
     settings = load_settings(Path.cwd(), set_ or [])
-    devices = parse_gpus(gpus, count_gpus())
+    devices = choose_devices(gpus)
     with reporting("train", "updates") as listener:
         checkpoint = run_train(Path.cwd(), settings, devices, listener)
     console.print(f"the drafter is in {checkpoint}")
@@ -82,12 +82,12 @@ def evaluate(
     """Acceptance on held-out documents: from states, and with --target in real speculative decoding."""
     from .config import load_settings
     from .console import reporting
-    from .devices import count_gpus, parse_gpus
+    from .devices import choose_devices
     from .show import show_evaluation
     from .stages import run_evaluate
 
     settings = load_settings(Path.cwd(), set_ or [])
-    device = parse_gpus(gpus, count_gpus())[0]
+    device = choose_devices(gpus)[0]
     with reporting("decode", "turns", quiet=json_) as listener:
         result = run_evaluate(
             Path.cwd(),
@@ -108,9 +108,9 @@ def demo(
 ) -> None:
     """The whole pipeline on the bundled tiny target, in minutes on a CPU."""
     from .demo.run import demo as run
-    from .devices import count_gpus, parse_gpus
+    from .devices import choose_devices
 
-    run(out, parse_gpus(gpus, count_gpus()))
+    run(out, choose_devices(gpus))
 
 
 @store_app.command("info")

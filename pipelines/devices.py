@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from .config import ConfigError
@@ -38,8 +39,11 @@ def parse_gpus(text: str, available: int) -> list[str]:
     return [str(number) for number in found]
 
 
-def count_gpus() -> int:
-    """GPUs on this machine."""
+def choose_devices(text: str) -> list[str]:
+    """`parse_gpus` on this machine. `cpu` hides all GPUs from this process, and from libraries that would use one."""
+    if text.strip().lower() == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return ["cpu"]
     import torch
 
-    return torch.cuda.device_count()
+    return parse_gpus(text, torch.cuda.device_count())

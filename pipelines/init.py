@@ -82,8 +82,8 @@ def drafter_shape(info: TargetInfo, said: dict[tuple[str, str], Any]) -> dict[st
         width = text.get("intermediate_size")
         if not width:
             raise ConfigError(
-                "the target's config has no intermediate_size (a mixture of experts may have none) to take the width of "
-                f"the drafter's MLP from: pass --set drafter.intermediate_size=N, for example {3 * hidden}"
+                "the target's config has no intermediate_size (a mixture of experts may have none) to take the width "
+                f"of the drafter's MLP from: pass --set drafter.intermediate_size=N, for example {3 * hidden}"
             )
         shape["intermediate_size"] = width
     if "mask_token_id" not in shape:

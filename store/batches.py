@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,27 +62,26 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Group indices so that the lengths of each group sum to at most `budget`: first fit, in the given order.
+    """Group indices so that the lengths of each group sum to at most `budget`: best fit, in the given order.
 
     Raises:
         ValueError: a length is over the budget.
     """
     done: list[list[int]] = []
-    bins: list[tuple[int, list[int]]] = []  # (room left, members), the oldest first
+    bins: list[tuple[int, int, list[int]]] = []  # (room left, number, members), the fullest first
     for index, length in enumerate(lengths):
         if length > budget:
             raise ValueError(f"length {length} at {index} is over the budget of {budget}")
-        for place, (room, members) in enumerate(bins):
-            if length <= room:
-                members.append(index)
-                bins[place] = room - length, members
-                break
-        else:
-            if len(bins) == OPEN_BINS:
-                fullest = min(range(len(bins)), key=lambda b: bins[b][0])
-                done.append(bins.pop(fullest)[1])
-            bins.append((budget - length, [index]))
-    return done + [members for _, members in bins]
+        place = bisect_left(bins, (length,))
+        if place < len(bins):
+            room, number, members = bins.pop(place)
+            members.append(index)
+            insort(bins, (room - length, number, members))
+            continue
+        if len(bins) == OPEN_BINS:
+            done.append(bins.pop(0)[2])
+        insort(bins, (budget - length, index, [index]))
+    return done + [members for _, _, members in bins]
 
 
 class BatchStream:

@@ -41,7 +41,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("targets") / "dense", "dense")
 
 
-def prepare_store(target: Path, files: list[Path], store: Path, **changes: Any) -> Prepared:
+def prepare_store(target: Path, files: list[Path], store: Path, device: str = "cpu", **changes: Any) -> Prepared:
     """A store with a plan; `changes` go to the data or extract settings, whichever has the key."""
     data: dict[str, Any] = {"files": [str(path) for path in files]}
     extract: dict[str, Any] = {"layer_ids": [1, 3, 5], "unit_tokens": 600, "batch_tokens": 400}
@@ -53,7 +53,7 @@ def prepare_store(target: Path, files: list[Path], store: Path, **changes: Any) 
         ExtractSettings(**extract),
         files,
         store,
-        "cpu",
+        device,
         SILENT,
     )
 

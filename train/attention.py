@@ -95,29 +95,30 @@ def _attend(
     causal: bool,
 ) -> torch.Tensor:
     count, block, heads, dim = query.shape
-    repeat = heads // block_key.shape[2]
-    key, value = (t.repeat_interleave(repeat, 1) for t in (context_key, context_value))
-    own_key, own_value = (t.repeat_interleave(repeat, 2) for t in (block_key, block_value))
-    length = key.shape[0]
+    kv_heads = block_key.shape[2]
+    length = context_key.shape[0]
     slot = torch.arange(block, device=query.device)
     position = torch.arange(length, device=query.device)
 
     before = (position >= starts[:, None]) & (position < anchors[:, None])
     see_context = before[:, None, :].expand(count, block, length)
-    if window is not None:
-        distance = anchors[:, None, None] + slot[:, None] - position
-        see_context = see_context & (distance < window)
     gap = slot[:, None] - slot
-    see_own = torch.ones(block, block, dtype=torch.bool, device=query.device)
+    see_own = torch.ones_like(gap, dtype=torch.bool)
     if window is not None:
+        see_context = see_context & (anchors[:, None, None] + slot[:, None] - position < window)
         see_own = (gap >= 0) & (gap < window) if causal else gap.abs() < window
+    hidden = ~torch.cat([see_context, see_own.expand(count, block, block)], -1)[None, :, None]
 
-    flat = query.permute(2, 0, 1, 3).reshape(heads, count * block, dim)
-    scores = (flat @ key.permute(1, 2, 0)).view(heads, count, block, length)
-    own = torch.einsum("abhd,aghd->habg", query, own_key)
-    scores = scores.masked_fill(~see_context, float("-inf"))
-    own = own.masked_fill(~see_own, float("-inf"))
-    weights = torch.softmax(torch.cat([scores, own], -1).float() * dim**-0.5, -1).to(query.dtype)
-    on_context, on_own = weights.split([length, block], -1)
-    out = (on_context.reshape(heads, count * block, length) @ value.transpose(0, 1)).view(heads, count, block, dim)
-    return out.permute(1, 2, 0, 3) + torch.einsum("habg,aghd->abhd", on_own, own_value)
+    # Query heads that share a key-value head stand together: [kv_heads, A, heads a group * B, d].
+    share = heads // kv_heads
+    rows = share * block
+    grouped = query.view(count, block, kv_heads, share, dim).permute(2, 0, 3, 1, 4).reshape(kv_heads, count, rows, dim)
+    flat = grouped.view(kv_heads, count * rows, dim)
+    on_context = (flat @ context_key.permute(1, 2, 0)).view(kv_heads, count, rows, length)
+    on_own = grouped @ block_key.permute(2, 0, 3, 1)
+    scores = torch.cat([on_context, on_own], -1).view(kv_heads, count, share, block, length + block)
+    weights = torch.softmax((scores.float() * dim**-0.5).masked_fill(hidden, float("-inf")), -1).to(query.dtype)
+    to_context, to_own = weights.view(kv_heads, count, rows, length + block).split([length, block], -1)
+    out = (to_context.reshape(kv_heads, count * rows, length) @ context_value.transpose(0, 1)).view(grouped.shape)
+    out = out + to_own @ block_value.permute(2, 0, 1, 3)
+    return out.view(kv_heads, count, share, block, dim).permute(1, 3, 0, 2, 4).reshape(count, block, heads, dim)

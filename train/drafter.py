@@ -173,12 +173,12 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(hidden_size, settings.rms_norm_eps)
 
     def reset(self, seed: int) -> None:
-        """Draw fresh weights: normal with deviation 0.02, norms at one. The same on every device."""
+        """Draw fresh weights: normal with deviation 1 / sqrt(inputs), norms at one. The same on every device."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.ndim == 2:
-                    drawn = torch.empty(parameter.shape).normal_(0, 0.02, generator=generator)
+                    drawn = torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5
                     parameter.copy_(drawn)
                 else:
                     parameter.fill_(1)

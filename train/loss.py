@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-CHUNK_ROWS = 1024
-"""Slots whose logits exist at a time."""
+CHUNK_ROWS = {"cpu": 256, "cuda": 2048}
+"""Slots whose logits exist at a time: few enough for a CPU's cache, enough to fill a GPU."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(hidden)
         right = torch.empty_like(labels, dtype=torch.bool)
         total = hidden.new_zeros((), dtype=torch.float32)
-        step = max(1, CHUNK_ROWS // slots)
+        step = max(1, CHUNK_ROWS[hidden.device.type] // slots)
         for first in range(0, count, step):
             part = slice(first, first + step)
             rows = hidden[part].reshape(-1, width)

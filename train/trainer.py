@@ -140,22 +140,27 @@ class Trainer:
         epochs = range(at.epoch, settings.epochs)
         if not epochs:
             self._listener.say(f"{self._folder} has done its {settings.epochs} epochs; raise train.epochs to go on")
-        total = None
         metrics = Metrics(self._folder, at.step)
         try:
+            total = 0
             for _ in epochs:
                 documents = self._begin_epoch()
-                order = shuffled(documents, settings.seed, at.epoch)
-                packed = pack(documents.length[order].tolist(), settings.tokens)
-                groups = [[int(order[i]) for i in group] for group in packed]
-                if total is None:
-                    updates = math.ceil(len(groups) / settings.accumulate)
-                    total = updates * settings.epochs
+                if not total:
+                    total = sum(self._updates(self._groups(documents, epoch)) for epoch in range(settings.epochs))
                     self._listener.start(total, at.step)
-                self._epoch(documents, groups, total, metrics)
+                self._epoch(documents, self._groups(documents, at.epoch), total, metrics)
         finally:
             metrics.close()
         return checkpoints(self._checkpoints)[-1]
+
+    def _groups(self, documents: Documents, epoch: int) -> list[list[int]]:
+        """The documents of each packed batch of an epoch."""
+        order = shuffled(documents, self._settings.seed, epoch)
+        packed = pack(documents.length[order].tolist(), self._settings.tokens)
+        return [[int(order[i]) for i in group] for group in packed]
+
+    def _updates(self, groups: list[list[int]]) -> int:
+        return math.ceil(len(groups) / self._settings.accumulate)
 
     @property
     def _checkpoints(self) -> Path:

@@ -86,13 +86,13 @@ def test_values_and_gradients_equal_the_brute_force(
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
     count, heads, kv_heads, dim = len(anchors), 4, 2, 8
-    inputs = [
+    inputs = (
         draw(count, block, heads, dim),
         draw(count, block, kv_heads, dim),
         draw(count, block, kv_heads, dim),
         draw(total, kv_heads, dim),
         draw(total, kv_heads, dim),
-    ]
+    )
     where = Blocks.of(torch.tensor(anchors), starts_of(document))
     # The reference in this package rounds its softmax to fp32, so fp64 inputs agree to fp32.
     ours = anchor_attention(*inputs, where, window, causal)
@@ -114,8 +114,8 @@ def test_how_many_anchors_are_taken_at_a_time_does_not_matter(group: int, monkey
     anchors = torch.tensor(sorted(rng.choice(120, 40, replace=False).tolist()))
     where = Blocks.of(anchors, starts_of(document))
     torch.manual_seed(0)
-    inputs = [torch.randn(40, 4, 2, 8), torch.randn(40, 4, 1, 8), torch.randn(40, 4, 1, 8)]
-    context = [torch.randn(120, 1, 8), torch.randn(120, 1, 8)]
-    expected = anchor_attention(*inputs, *context, where, 7, True)
+    blocks = (torch.randn(40, 4, 2, 8), torch.randn(40, 4, 1, 8), torch.randn(40, 4, 1, 8))
+    context = (torch.randn(120, 1, 8), torch.randn(120, 1, 8))
+    expected = anchor_attention(*blocks, *context, where, 7, True)
     monkeypatch.setattr("dflash_offline.train.attention.GROUP", group)
-    torch.testing.assert_close(anchor_attention(*inputs, *context, where, 7, True), expected)
+    torch.testing.assert_close(anchor_attention(*blocks, *context, where, 7, True), expected)

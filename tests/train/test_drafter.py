@@ -232,6 +232,8 @@ def test_weights_of_another_shape_are_refused(filled: Store, tmp_path: Path) -> 
 
 def test_fresh_weights_follow_from_the_seed() -> None:
     one, same, other = (Drafter(drafter_settings(), 32) for _ in range(3))
-    one.reset(1), same.reset(1), other.reset(2)
+    one.reset(1)
+    same.reset(1)
+    other.reset(2)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
     assert not torch.equal(one.fc.weight, other.fc.weight)

@@ -14,11 +14,12 @@ import torch
 from conftest import fill
 from test_drafter import drafter_settings
 from test_trainer import train_settings
+from tiny import BUNDLED
 from transformers import AutoModelForCausalLM
 
 from dflash_offline.extract.cached import CachedTarget
 from dflash_offline.extract.run import Prepared
-from dflash_offline.store import HELDOUT, Documents, Head, Store, load_head
+from dflash_offline.store import HELDOUT, TRAIN, Documents, Head, Store, load_head
 from dflash_offline.store.progress import SILENT
 from dflash_offline.train.attention import Blocks
 from dflash_offline.train.checkpoint import load_drafter
@@ -37,30 +38,29 @@ def model_of(target: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
 
 
+def bundled_rows(count: int) -> list[dict[str, Any]]:
+    """The shortest single-turn conversations that the bundled target wrote greedily."""
+    rows = [json.loads(line) for line in (BUNDLED / "conversations.jsonl").read_text().splitlines()]
+    greedy = [row for row in rows if row["split"] == "heldout" and len(row["messages"]) == 2]
+    return sorted(greedy, key=lambda row: len(str(row["messages"])))[:count]
+
+
 @pytest.fixture(scope="module")
-def greedy_store(hybrid: Path, tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., Prepared]) -> Store:
-    """A store of texts that the random hybrid wrote itself, greedily; such a target falls into loops soon, which a
-    drafter learns: rounds of every length occur."""
+def greedy_store(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., Prepared]) -> Store:
+    """A store of texts that the bundled target wrote itself, greedily."""
     folder = tmp_path_factory.mktemp("greedy")
-    target = CachedTarget(model_of(hybrid), [1], None)
-    rows = []
-    for n in range(36):
-        prompt = np.random.default_rng(n).integers(10, 8000, 6 + n % 5).tolist()
-        written = decode_greedy(target, prompt, set(), 40).tokens
-        mask = [0] * len(prompt) + [1] * len(written)
-        split = "heldout" if n < 6 else "train"
-        rows.append({"input_ids": prompt + written, "loss_mask": mask, "split": split, "tag": "ab"[n % 2]})
     path = folder / "greedy.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return fill(make_store(hybrid, [path], folder / "states", layer_ids=[1, 5]))
+    path.write_text("".join(json.dumps({**row, "split": "train"}) + "\n" for row in bundled_rows(8)))
+    return fill(make_store(BUNDLED / "target", [path], folder / "states", layer_ids=[1, 5], heldout=0.0))
 
 
 @pytest.fixture(scope="module")
 def trained(greedy_store: Store, tmp_path_factory: pytest.TempPathFactory) -> Drafter:
-    """A drafter that has learned some of it."""
-    settings = train_settings(epochs=12, tokens=512, anchors=128, lr=1e-2, save_every=1000)
+    """A drafter that has learned much of these very texts: rounds of every length occur."""
+    settings = train_settings(epochs=70, tokens=1024, anchors=96, lr=5e-3, save_every=1000)
     folder = tmp_path_factory.mktemp("run")
-    last = Trainer(greedy_store, drafter_settings(), settings, folder, CPU, SILENT).run()
+    shape = drafter_settings(mask_token_id=8180, head_dim=32, intermediate_size=256, sliding_window=64)
+    last = Trainer(greedy_store, shape, settings, folder, CPU, SILENT).run()
     return load_drafter(last, torch.float32, CPU)[0]
 
 
@@ -73,7 +73,7 @@ def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, 
     )
     tokens = part.small("tokens")[start : start + length].tolist()
     mask = part.small("loss_mask")[start : start + length].tolist()
-    bits = np.zeros((2, length, 32), np.uint16)
+    bits = np.zeros((2, length, store.identity.hidden_size), np.uint16)
     part.read("hidden", start, start + length, (0, 1), bits)
     hidden = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
     embedding, lm_head = head.embedding.float(), head.lm_head.float()
@@ -104,7 +104,7 @@ def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, 
 @torch.no_grad()
 @pytest.mark.parametrize("budget", [1, 200, 4000])
 def test_the_walk_equals_a_plain_loop(budget: int, trained: Drafter, greedy_store: Store) -> None:
-    documents, head = greedy_store.documents(HELDOUT), load_head(greedy_store.path)
+    documents, head = greedy_store.documents(TRAIN), load_head(greedy_store.path)
     turns = walk(trained, head, greedy_store, documents, budget)
     for index in range(len(documents)):
         mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]
@@ -125,12 +125,13 @@ def test_the_walk_over_many_turns(filled: Store) -> None:
         assert mine == bits
 
 
-def test_decoding_agrees_with_the_states_round_by_round(trained: Drafter, greedy_store: Store, hybrid: Path) -> None:
-    documents, head = greedy_store.documents(HELDOUT), load_head(greedy_store.path)
-    target = CachedTarget(model_of(hybrid), greedy_store.identity.layer_ids, None)
-    found = evaluate_decoding(target, trained, head, greedy_store, documents, {8191}, 512)
-    assert found["turns_that_agree"] == found["turns"] == 6
-    assert found["turns_equal_to_greedy"] == found["turns_equal_to_store"] == 6
+def test_decoding_agrees_with_the_states_round_by_round(trained: Drafter, greedy_store: Store) -> None:
+    documents, head = greedy_store.documents(TRAIN).first(4), load_head(greedy_store.path)
+    target = CachedTarget(model_of(BUNDLED / "target"), greedy_store.identity.layer_ids, None)
+    end = 8177  # <|im_end|>
+    found = evaluate_decoding(target, trained, head, greedy_store, documents, {end}, 512)
+    assert found["turns_that_agree"] == found["turns"] == 4
+    assert found["turns_equal_to_greedy"] == found["turns_equal_to_store"] == 4
     assert found["rounds_same_as_states"] >= 0.9 * found["rounds"]
     assert found["accepted_length"] > 1.3
     assert 1 < found["rounds"] < found["tokens"]

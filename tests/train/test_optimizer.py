@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +93,6 @@ def test_the_schedule_warms_up_and_falls_to_zero() -> None:
     rates = [learning_rate(step, 100, 1.0, 0.04) for step in range(100)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
-    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[4:]))
     assert 0 < rates[-1] < 0.001
     assert learning_rate(500, 100, 1.0, 0.04) == 0

@@ -22,11 +22,10 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import phrases
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
-
-import phrases
 
 STEP, LONGEST = 8, 256  # prompt lengths are multiples of one and at most the other
 SECOND_STEP, SECOND_LONGEST = 16, 400  # the same for the prompt of a second turn
@@ -39,10 +38,8 @@ TEST_SHARE = 0.2  # of those, at most this share from the library's tests
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[int]:
     """The ids of a conversation up to the assistant's words, thinking off."""
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
-    return tokenizer(text)["input_ids"]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    return tokenizer(str(text))["input_ids"]
 
 
 def pick(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -56,9 +53,7 @@ def pick(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
     kept = []
     for (split, tag), group in sorted(groups.items()):
         rng.shuffle(group)
-        group.sort(
-            key=lambda t: len(t["turns"]) < 2 and rng.random() < 0.5
-        )  # two-turn tasks come somewhat earlier
+        group.sort(key=lambda t: len(t["turns"]) < 2 and rng.random() < 0.5)  # two-turn tasks come somewhat earlier
         wanted, tests, number = WANTED[split], 0, 0
         seen: set[str] = set()
         for task in group:
@@ -82,9 +77,7 @@ def pick(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
             row = {"source": task["id"], "tag": tag, "split": split, "greedy": greedy, "user": text}
             if len(task["turns"]) > 1:
                 second = task["turns"][1]
-                row["second"] = [
-                    phrases.user_text(second, i) for i in range(len(phrases.PHRASES[second["ask"]]))
-                ]
+                row["second"] = [phrases.user_text(second, i) for i in range(len(phrases.PHRASES[second["ask"]]))]
             kept.append(row)
             number += 1
     with (args.work / "prompts.jsonl").open("w") as out:
@@ -107,6 +100,7 @@ def answer(
     out = torch.full((len(prompts), limit), end, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     past = None
+    step = 0
     for step in range(limit):
         result = model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1)
         past, logits = result.past_key_values, result.logits[:, -1].float()
@@ -167,6 +161,7 @@ def speak(
 ) -> None:
     """Add an assistant turn to conversations that end with a question."""
     end = tokenizer.eos_token_id
+    assert isinstance(end, int)
     prompts = [prompt_ids(tokenizer, row["messages"]) for row in rows]
     answers = run_batches(args, model, prompts, [row["greedy"] for row in rows], end)
     for row, ids, got in zip(rows, prompts, answers, strict=True):
@@ -191,9 +186,7 @@ def write(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(path, "wt") as out:
         for row in rows:
-            out.write(
-                json.dumps({k: v for k, v in row.items() if k != "second"}, separators=(",", ":")) + "\n"
-            )
+            out.write(json.dumps({k: v for k, v in row.items() if k != "second"}, separators=(",", ":")) + "\n")
 
 
 def generate(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -227,27 +220,21 @@ def second(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None
         room = row["split"] == "heldout" or len(again["train"]) < SECOND_TRAIN
         if room and ask_again(tokenizer, row, questions, STEP):
             again[row["split"]].append(row)
-    print(
-        f"{len(again['heldout'])} held-out and {len(again['train'])} training conversations go on", flush=True
-    )
+    print(f"{len(again['heldout'])} held-out and {len(again['train'])} training conversations go on", flush=True)
     chosen = again["heldout"] + again["train"]
     speak(args, model, tokenizer, chosen)
     write(args.out / "second.jsonl.gz", chosen)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["pick", "generate", "second"])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=768)
-    parser.add_argument(
-        "--seconds", type=float, default=1e9, help="time for the first turns, and for the second"
-    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="time for the first turns, and for the second")
     parser.add_argument("--limit", type=int, help="answer only the first so many prompts")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.target)

@@ -113,9 +113,7 @@ def docs_files(root: Path, share: float) -> Iterator[SourceFile]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", type=Path, action="append", required=True, help="a standard library folder")
     parser.add_argument("--docs", type=Path, required=True, help="folder with the *.rst.txt sources")
     parser.add_argument("--out", type=Path, required=True)

@@ -11,6 +11,7 @@ values and gradients with the recurrence written out, and raises if they differ 
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 
@@ -68,18 +69,15 @@ def use_kernels() -> None:
     Call it before anything imports the library. Autotuning compiles dozens of variants of every kernel, over
     a minute in all, for a part of the step that is small at this model's sizes.
     """
-    from triton.runtime import autotuner
-
+    autotuner: Any = importlib.import_module("triton.runtime.autotuner")
     original = autotuner.Autotuner.__init__
 
-    def with_one_config(
-        self: object, fn: object, names: object, configs: list, *args: object, **more: object
-    ) -> None:
+    def with_one_config(self: Any, fn: Any, names: Any, configs: list[Any], *args: Any, **more: Any) -> None:
         chosen = sorted(configs, key=lambda c: (abs(c.num_warps - 4), abs(c.num_stages - 2)))[:1]
         original(self, fn, names, chosen, *args, **more)
 
     autotuner.Autotuner.__init__ = with_one_config
-    module = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    module: Any = importlib.import_module("fla.ops.gated_delta_rule.chunk")
     module.chunk_bwd_dqkwg = chunk_gradients
 
 
@@ -104,13 +102,11 @@ def shifted_convolution(
 
 def use_shifted_convolution() -> None:
     """Replace the plain torch convolution, whose depthwise weight gradient is slow, in training."""
-    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    module: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     module.causal_conv1d_fn = shifted_convolution
 
 
-def recurrence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
+def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """The gated delta rule, token by token."""
     q = torch.nn.functional.normalize(q, dim=-1) * q.shape[-1] ** -0.5
     k = torch.nn.functional.normalize(k, dim=-1)
@@ -126,7 +122,7 @@ def recurrence(
 
 def check(limit: float = 0.03) -> dict[str, float]:
     """Relative errors of the output and of each gradient against fp64; raises above the limit."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    kernels: Any = importlib.import_module("fla.ops.gated_delta_rule")
 
     generator = torch.Generator().manual_seed(0)
     shapes = {
@@ -140,16 +136,14 @@ def check(limit: float = 0.03) -> dict[str, float]:
     values["g"] = -torch.nn.functional.softplus(values["g"] - 2)
     values["beta"] = values["beta"].sigmoid()
     up = torch.randn(shapes["v"], generator=generator).bfloat16()
-    half = {
-        n: x.cuda().to(torch.float32 if n == "g" else torch.bfloat16).requires_grad_()
-        for n, x in values.items()
-    }
+    half = {n: x.cuda().to(torch.float32 if n == "g" else torch.bfloat16).requires_grad_() for n, x in values.items()}
     full = {n: x.detach().double().requires_grad_() for n, x in half.items()}
-    got, _ = chunk_gated_delta_rule(**half, use_qk_l2norm_in_kernel=True)
+    got, _ = kernels.chunk_gated_delta_rule(**half, use_qk_l2norm_in_kernel=True)
     want = recurrence(**full)
     got.backward(up.cuda())
     want.backward(up.cuda().double())
-    pairs = {"output": (got, want)} | {f"d{n}": (half[n].grad, full[n].grad) for n in shapes}
+    pairs: dict[str, tuple[Any, Any]] = {"output": (got, want)}
+    pairs |= {f"d{n}": (half[n].grad, full[n].grad) for n in shapes}
     errors = {n: ((a.double() - b).norm() / b.norm()).item() for n, (a, b) in pairs.items()}
     print("linear attention against fp64:", {n: f"{e:.1e}" for n, e in errors.items()}, flush=True)
     if not max(errors.values()) < limit:

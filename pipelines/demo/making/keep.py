@@ -21,9 +21,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
-
 from converse import prompt_ids
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 SHORTEST = 16  # tokens of an answer, its end included
 LOOP = 0.35  # largest share of an answer's 4-grams that were there before
@@ -40,7 +39,7 @@ def repeated_share(ids: list[int], n: int = 4) -> float:
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[int]:
     """The ids of a whole conversation as the template shows it."""
-    return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"]
+    return tokenizer(str(tokenizer.apply_chat_template(messages, tokenize=False)))["input_ids"]
 
 
 def find_turns(
@@ -55,7 +54,7 @@ def find_turns(
             head = prompt_ids(tokenizer, messages[: 2 * number + 1])
         else:
             head = tokenizer(
-                tokenizer.apply_chat_template(messages[: 2 * number + 1], tokenize=False)
+                str(tokenizer.apply_chat_template(messages[: 2 * number + 1], tokenize=False))
                 + "<|im_start|>assistant\n"
             )["input_ids"]
         same = ids[: len(head)] == head and ids[len(head) : len(head) + len(answer)] == answer
@@ -99,9 +98,7 @@ def least_margin(model: PreTrainedModel, ids: list[int], start: int, length: int
 def unsure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, row: dict) -> str | None:
     """The reason to drop a held-out row after reading it, or None."""
     for turn in row["turns"]:
-        margin = least_margin(
-            model, turn["prompt"] + turn["answer"], len(turn["prompt"]), len(turn["answer"])
-        )
+        margin = least_margin(model, turn["prompt"] + turn["answer"], len(turn["prompt"]), len(turn["answer"]))
         if margin <= MARGIN:
             return "near tie" if margin > -MARGIN else "not the first choice"
     ids = render(tokenizer, row["messages"])
@@ -145,18 +142,14 @@ def take(rows: list[dict], wanted: int, rng: random.Random) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--first", type=Path)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.target, use_safetensors=True, dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.target, use_safetensors=True, dtype=torch.float32).eval()
     rows: dict[str, dict] = {}
     for name in ("generated.jsonl.gz", "second.jsonl.gz"):
         if (args.work / name).exists():
@@ -166,9 +159,7 @@ def main() -> None:
     reasons: Counter[tuple[str, str]] = Counter()
     kept: dict[str, list[dict]] = defaultdict(list)
     said: set[str] = set()
-    for row in sorted(
-        rows.values(), key=lambda r: r["split"]
-    ):  # held-out rows first: a text is theirs if both said it
+    for row in sorted(rows.values(), key=lambda r: r["split"]):  # held-out rows first: a text is theirs if both said it
         if row["messages"][-1]["role"] == "user":
             row["messages"].pop()
         reason = verdict(model, tokenizer, row)

@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,9 +41,7 @@ def windows(ids: np.ndarray, ends: np.ndarray, start_token: int) -> tuple[torch.
             piece = text[at : at + WINDOW + 1]
             if at + len(piece) - 1 <= done:
                 break
-            x = np.full(
-                WINDOW, start_token, dtype=np.int64
-            )  # padding on the right is behind every scored token
+            x = np.full(WINDOW, start_token, dtype=np.int64)  # padding on the right is behind every scored token
             y = np.full(WINDOW, -100, dtype=np.int64)
             x[: len(piece) - 1] = piece[:-1]
             y[done - at : len(piece) - 1] = piece[1 + done - at :]
@@ -62,9 +61,7 @@ def bits_per_byte(
     for at in range(0, len(x), batch):
         logits = model(input_ids=x[at : at + batch].to(device), use_cache=False).logits.float()
         target = y[at : at + batch].to(device)
-        total += F.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum"
-        ).item()
+        total += F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum").item()
         count += int((target >= 0).sum())
     size = int(tokens[f"{name}_bytes"].sum())
     assert count == len(tokens[name]), f"{count} of {len(tokens[name])} tokens scored"
@@ -78,16 +75,14 @@ def bits_per_byte(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples-only", action="store_true")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    model = AutoModelForCausalLM.from_pretrained(args.target, use_safetensors=True, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.target, use_safetensors=True, dtype=torch.float32)
     model = model.to(args.device).eval()
     print(type(model).__name__, f"{sum(p.numel() for p in model.parameters()):,} parameters")
     if not args.samples_only:

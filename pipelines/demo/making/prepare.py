@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import phrases
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, Qwen3_5TextConfig
-
-import phrases
 
 # Like Qwen's split: contractions, words with one leading character, single digits, punctuation with its line
 # ends, line ends, indentation (all of it but the space that belongs to the next word).
@@ -129,9 +128,7 @@ def chat_text(task: dict, rng: random.Random, render: Callable[[list], str]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     args = parser.parse_args()
@@ -161,10 +158,9 @@ def main() -> None:
         arrays[f"{name}_bytes"] = np.asarray([len(text.encode()) for text in texts])
         size = arrays[f"{name}_bytes"].sum()
         print(
-            f"{name}: {len(texts):,} documents, {len(arrays[name]):,} tokens, "
-            f"{size / len(arrays[name]):.2f} bytes each"
+            f"{name}: {len(texts):,} documents, {len(arrays[name]):,} tokens, {size / len(arrays[name]):.2f} bytes each"
         )
-    np.savez_compressed(args.work / "tokens.npz", **arrays)
+    np.savez_compressed(args.work / "tokens.npz", allow_pickle=False, **arrays)
 
 
 if __name__ == "__main__":

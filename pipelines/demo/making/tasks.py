@@ -41,15 +41,9 @@ def listing(words: list[str]) -> str:
 def think_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """A thought about a function, derived from its syntax tree."""
     names = [
-        a.arg
-        for a in node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-        if a.arg not in ("self", "cls")
+        a.arg for a in node.args.posonlyargs + node.args.args + node.args.kwonlyargs if a.arg not in ("self", "cls")
     ]
-    said = (
-        f"The function `{node.name}` takes {listing(names[:5])}."
-        if names
-        else f"`{node.name}` takes no arguments."
-    )
+    said = f"The function `{node.name}` takes {listing(names[:5])}." if names else f"`{node.name}` takes no arguments."
     called = {
         n.func.id if isinstance(n.func, ast.Name) else n.func.attr
         for n in ast.walk(node)
@@ -59,11 +53,7 @@ def think_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         said += f" It calls {listing(sorted(called)[:4])}."
     returns = any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(node))
     raises = any(isinstance(n, ast.Raise) for n in ast.walk(node))
-    return (
-        said
-        + (" It returns a value." if returns else " It returns nothing.")
-        + (" It can raise." if raises else "")
-    )
+    return said + (" It returns a value." if returns else " It returns nothing.") + (" It can raise." if raises else "")
 
 
 def tidy_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
@@ -89,11 +79,7 @@ def function_tasks(text: str, rng: random.Random) -> Iterator[dict]:
         if not body or last - first < 4:
             continue
         documented = ast.get_docstring(node) is not None
-        cut = (
-            body[0].end_lineno
-            if documented
-            else body[0].lineno - 1 + rng.randrange(0, 1 + (last - first) // 3)
-        )
+        cut = body[0].end_lineno if documented else body[0].lineno - 1 + rng.randrange(0, 1 + (last - first) // 3)
         if cut is None or cut >= last:
             continue
         head = textwrap.dedent("\n".join(lines[first:cut]))
@@ -150,11 +136,7 @@ def continue_tasks(text: str, rng: random.Random) -> Iterator[dict]:
         fenced = rng.random() < 0.5
         turns = [turn("continue", subject, answer, fenced, wrap=True)]
         words = sorted(set(re.findall(r"\b(?:def|class) (\w+)", subject)))[:4]
-        thought = (
-            f"The code so far defines {listing(words)}."
-            if words
-            else "These lines are the middle of a block."
-        )
+        thought = f"The code so far defines {listing(words)}." if words else "These lines are the middle of a block."
         thought += f" The last line is `{lines[begin - 1].strip() or lines[begin - 2].strip()}`."
         after = stop + 1
         while after < len(lines) and not lines[after].strip():
@@ -176,9 +158,7 @@ def entries(text: str) -> Iterator[tuple[str, str, str]]:
         found = DIRECTIVE.match(line)
         if found:
             indent, kind, what = len(found[1]), found[2], found[3].rstrip(" \\")
-            if kind.startswith(
-                "c:"
-            ):  # `PyObject *PyList_New(Py_ssize_t len)`: the last word before the parenthesis
+            if kind.startswith("c:"):  # `PyObject *PyList_New(Py_ssize_t len)`: the last word before the parenthesis
                 what = re.split(r"[\s*]+", what.split("(")[0].strip())[-1]
             name = re.split(r"[(\s]", what.strip())[0]
             if kind == "module":
@@ -186,9 +166,7 @@ def entries(text: str) -> Iterator[tuple[str, str, str]]:
             if kind in ("function", "class", "data", "exception") and module and "." not in name:
                 name = f"{module}.{name}"
             end = at + 1
-            while end < len(lines) and (
-                not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > indent
-            ):
+            while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > indent):
                 end += 1
             yield name, kind.removeprefix("c:"), "\n".join(v[indent:] for v in lines[at:end]).strip("\n")
         elif HEADING.match(line) and at and lines[at - 1].strip() and len(lines[at - 1]) <= len(line) + 2:

@@ -18,15 +18,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hopper
+import measure
 import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
-import hopper
-import measure
 
 ROW = 1024
 # How often an epoch reads each group. Tests are repetitive: only a part of them, a new one each epoch.
@@ -132,9 +131,7 @@ def save(model: PreTrainedModel, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -167,6 +164,7 @@ def main() -> None:
     began = mark = settled = time.perf_counter()
     settled_step = 0
     losses: list[torch.Tensor] = []
+    step = 0
     for step, rows in enumerate(batches(tokens, tokenizer.pad_token_id, args.rows, 0)):
         # One factor of both rates: up over 200 steps, and half a cosine down to nothing over the given time.
         spent = (time.perf_counter() - began) / args.seconds
