@@ -41,19 +41,23 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_target(tmp_path_factory.mktemp("targets") / "dense", "dense")
 
 
-def prepare_store(target: Path, files: list[Path], store: Path, device: str = "cpu", **changes: Any) -> Prepared:
+DEVICE = "0" if torch.cuda.is_available() else "cpu"
+"""Where states come from: kernels for linear attention, once installed, are used on the CPU too and fail there."""
+
+
+def prepare_store(target: Path, files: list[Path], store: Path, dtype: Any = "auto", **changes: Any) -> Prepared:
     """A store with a plan; `changes` go to the data or extract settings, whichever has the key."""
     data: dict[str, Any] = {"files": [str(path) for path in files]}
     extract: dict[str, Any] = {"layer_ids": [1, 3, 5], "unit_tokens": 600, "batch_tokens": 400}
     for key, value in changes.items():
         (data if key in DataSettings.model_fields else extract)[key] = value
     return prepare(
-        TargetSettings(path=str(target), dtype="auto"),
+        TargetSettings(path=str(target), dtype=dtype),
         DataSettings(**data),
         ExtractSettings(**extract),
         files,
         store,
-        device,
+        DEVICE,
         SILENT,
     )
 
