@@ -28,19 +28,19 @@ def local_cluster(devices: Sequence[str]) -> Iterator[Client]:
     LocalCluster cannot give each worker an environment of its own, hence the spec.
     """
     workers = {
-        f"device-{device}": {
+        f"{index}-{device}": {
             "cls": Nanny,
             "options": {
                 "nthreads": 1,
                 "memory_limit": 0,
                 "resources": {RESOURCE: 1},
-                "env": _environment(device),
+                "env": _environment(device, len(devices)),
                 "host": "127.0.0.1",
                 "dashboard": False,
                 "silence_logs": _QUIET,
             },
         }
-        for device in devices
+        for index, device in enumerate(devices)
     }
     scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard": False}}
     settings = {
@@ -57,9 +57,13 @@ def local_cluster(devices: Sequence[str]) -> Iterator[Client]:
         yield client
 
 
-def _environment(device: str) -> dict[str, str]:
-    threads = str(os.cpu_count() or 1)
+def _environment(device: str, workers: int) -> dict[str, str]:
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
     visible = "" if device == "cpu" else device
+    # Numbers count the GPUs this process sees, which may itself have been given some of the machine's only.
+    ours = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if ours and visible:
+        visible = ours.split(",")[int(device)].strip()
     # Dask's default of one OpenMP thread a worker is for many small tasks; here one task fills the machine.
     common = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     return {"CUDA_VISIBLE_DEVICES": visible, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **common}

@@ -1,6 +1,6 @@
 """The tokenised corpus: every document once, with its loss mask, content hash, tag and split.
 
-Made from rows and a renderer; kept as one safetensors file that workers map. Knows nothing of units or targets.
+Made from rows and a renderer; kept as one safetensors file that workers read. Knows nothing of units or targets.
 """
 
 from __future__ import annotations
@@ -127,10 +127,9 @@ def build_corpus(
     for row in rows:
         if row.messages is None:
             assert row.input_ids is not None
-            ids, mask = np.array(row.input_ids, np.int64), np.array(row.loss_mask, bool)
-            if ids.max() >= vocab_size:
-                raise DataError(f"{row.place}: token id {ids.max()} is outside the vocabulary of {vocab_size}")
-            ids = ids.astype(np.int32)
+            if max(row.input_ids) >= vocab_size:
+                raise DataError(f"{row.place}: token id {max(row.input_ids)} is outside the vocabulary of {vocab_size}")
+            ids, mask = np.array(row.input_ids, np.int32), np.array(row.loss_mask, bool)
         else:
             ids, mask = renderer.ids_and_mask(row)
         if len(ids) > settings.max_length:
@@ -170,12 +169,13 @@ def _document_id(ids: np.ndarray, mask: np.ndarray) -> int:
 
 
 def _choose_heldout(ids: np.ndarray, said: list[str | None], share: float) -> np.ndarray:
-    """By what the lines say if any says so; else by content hash, and at least one of several documents."""
+    """By what the lines say if any says so; else by content hash, of lines that say nothing, and at least one."""
     if HELDOUT in said:
         return np.array([split == HELDOUT for split in said], bool)
-    chosen = (ids % np.uint64(1_000_000)) < np.uint64(round(share * 1_000_000))
-    if share and not chosen.any() and len(ids) > 1:
-        chosen[ids.argmin()] = True
+    free = np.array([split is None for split in said], bool)
+    chosen = free & ((ids % np.uint64(1_000_000)) < np.uint64(round(share * 1_000_000)))
+    if share and not chosen.any() and free.sum() > 1:
+        chosen[np.flatnonzero(free)[ids[free].argmin()]] = True
     return chosen
 
 

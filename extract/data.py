@@ -109,7 +109,7 @@ def _parse_turn(turn: Any, place: str) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise DataError(f"{place}: a turn must be an object with role and content (or from and value)")
     said = turn.get("role", turn.get("from"))
-    if said not in ROLES:
+    if not isinstance(said, str) or said not in ROLES:
         raise DataError(f"{place}: unknown role {said!r}; known are {', '.join(ROLES)}")
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list):

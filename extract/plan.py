@@ -97,13 +97,17 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> list[slice]:
 
 
 def save_plan(store: Path, plan: Plan, corpus: Corpus) -> None:
-    """Write plan and corpus into the store, whole or not at all."""
+    """Write plan and corpus into the store, whole or not at all, in place of any other plan."""
     staged = Path(tempfile.mkdtemp(prefix="plan.", dir=store / STAGING))
     try:
         staged.chmod(0o755)
         corpus.save(staged)
         (staged / "plan.json").write_text(json.dumps(asdict(plan)))
         rename_whole(staged, plan.folder(store))
+        # An older plan, taken up again, would not know which of its documents this one stored.
+        for other in (store / PLANS).iterdir():
+            if other.name != plan.key:
+                shutil.rmtree(other)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
@@ -131,7 +135,8 @@ def stored_documents(store: Store, data: dict[str, str], corpus: Corpus) -> np.n
         made_from = json.loads(record.provenance.get("data", "{}"))
         changed = [name for name, digest in made_from.items() if name in data and data[name] != digest]
         lost = documents - ids
-        if changed and lost:
+        # Documents of a file that is not among the data now are not lost but simply elsewhere.
+        if changed and lost and made_from.keys() <= data.keys():
             raise DataError(
                 f"{changed[0]} has changed since {store.path} was made from it: {len(lost)} documents of part "
                 f"{record.id} are no longer in it. Give the new data another [store] path, or restore the file"

@@ -76,12 +76,18 @@ class Renderer:
             raise DataError(f"{row.place}: the chat template refuses this conversation ({error})") from None
         spans = self.spans(text)
         turns = sum(message["role"] == "assistant" for message in row.messages)
+        for message in row.messages:
+            if self.markers.end in message["content"]:
+                raise DataError(f"{row.place}: a turn holds {self.markers.end!r}, with which the template ends turns")
         if len(spans) != turns:
             raise DataError(
                 f"{row.place}: {turns} assistant turns, but the rendering has {len(spans)} that open with "
                 f"{self.markers.header!r}; it begins {text[:300]!r}"
             )
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        try:
+            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except (TypeError, ValueError):
+            raise DataError(f"{row.place}: this text cannot be tokenised (is it valid Unicode?)") from None
         starts = np.array([start for start, _ in encoded["offset_mapping"]], np.int64)
         mask = np.zeros(len(starts), bool)
         for start, stop in spans:

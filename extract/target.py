@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -126,10 +126,17 @@ def slow_layers(info: TargetInfo) -> int:
 
 
 def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """The layers DFlash takes by default: round(1 + j (N - 4) / (n - 1)), j = 0..n-1, and N // 2 for one layer."""
+    """The layers DFlash takes by default: round(1 + j (N - 4) / (n - 1)), j = 0..n-1, and N // 2 for one layer.
+
+    Raises:
+        TargetError: the target has too few layers for so many different ones.
+    """
     if count == 1:
         return (num_layers // 2,)
-    return tuple(sorted({round(1 + j * (num_layers - 4) / (count - 1)) for j in range(count)}))
+    ids = [round(1 + j * (num_layers - 4) / (count - 1)) for j in range(count)]
+    if num_layers < 4 or len(set(ids)) != count:
+        raise TargetError(f"a target of {num_layers} layers has no {count} default layers: name extract.layer_ids")
+    return tuple(ids)
 
 
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int, last_layer: str | None) -> None:
@@ -158,6 +165,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         TargetError: there is none.
     """
+    if not (folder / "tokenizer.json").is_file():
+        # transformers would make up an empty tokenizer.
+        raise TargetError(f"target {folder} has no tokenizer.json: export its tokenizer as one (a fast tokenizer)")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
@@ -189,9 +199,10 @@ def weights_hash(folder: Path) -> str:
 
 def config_hash(info: TargetInfo) -> str:
     """sha256 of what the text config says of the model; library versions, dtype and paths are left out."""
+    raw = json.loads((info.path / "config.json").read_text())  # as written: defaults differ between library versions
+    text = raw.get("text_config", raw)
     passing = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
-    kept = {key: value for key, value in info.text.items() if key not in passing}
-    return text_hash(json.dumps(kept, sort_keys=True, default=str))
+    return text_hash(json.dumps({key: value for key, value in text.items() if key not in passing}, sort_keys=True))
 
 
 def text_hash(text: str) -> str:
@@ -207,11 +218,14 @@ def load_ends(folder: Path) -> tuple[torch.Tensor, torch.Tensor | None]:
     """
     found: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 (not a dictionary)
-                end = next((end for end in ("embed_tokens.weight", "lm_head.weight") if key.endswith(end)), None)
-                if end and "visual" not in key and not key.startswith("mtp"):
-                    found[end] = file.get_tensor(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a dictionary)
+                    end = next((end for end in ("embed_tokens.weight", "lm_head.weight") if key.endswith(end)), None)
+                    if end and "visual" not in key and not key.startswith("mtp"):
+                        found[end] = file.get_tensor(key)
+        except SafetensorError as error:
+            raise TargetError(f"{path} is not a whole safetensors file ({error}): fetch it again") from None
     if "embed_tokens.weight" not in found:
         raise TargetError(f"the weights of {folder} hold no embed_tokens.weight")
     return found["embed_tokens.weight"], found.get("lm_head.weight")
@@ -234,7 +248,7 @@ def load_model(folder: Path, dtype: Dtype, device: str) -> Any:
             local_files_only=True,
             attn_implementation="sdpa",
         )
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"target {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
     return model.requires_grad_(False).eval().to(device)
 

@@ -78,8 +78,8 @@ def _plan(store: str, key: str) -> tuple[Plan, Corpus, dict[str, Unit]]:
 
 @lru_cache(maxsize=1)
 def _target(path: str, dtype: Dtype, device: str, layer_ids: tuple[int, ...], last_layer: str | None) -> StateCapture:
-    if device == "cpu":
-        torch.set_num_threads(os.cpu_count() or 1)
+    if device == "cpu" and "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     return StateCapture(load_model(Path(path), dtype, device), layer_ids, last_layer)
 
 

@@ -145,6 +145,9 @@ def main() -> None:
     except DflashError as error:
         fail(str(error))
         sys.exit(1)
+    except OSError as error:
+        fail(f"{error.strerror or error}: {error.filename or 'see the path in your settings'}")
+        sys.exit(1)
     except KeyboardInterrupt:
         fail("stopped; run the same command again to go on")
         sys.exit(130)

@@ -97,7 +97,7 @@ def mask_token(info: TargetInfo) -> int:
     Raises:
         ConfigError: the embedding has no such row.
     """
-    used = len(load_tokenizer(info.path))
+    used = max(load_tokenizer(info.path).get_vocab().values()) + 1
     if used < info.vocab_size:
         return used
     raise ConfigError(

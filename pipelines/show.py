@@ -12,6 +12,10 @@ from .console import console
 def show_evaluation(result: dict[str, Any]) -> None:
     """The result of `dflash evaluate`."""
     console.print(f"drafter {result['checkpoint']}, store {result['store']}, rendering {result['rendering']}")
+    if result["rendering_trained"] not in (None, result["rendering"]):
+        console.print(
+            f"warning: the drafter was trained on text rendered with {result['rendering_trained']}", style="bold"
+        )
     table = Table("", "from states", *(["decoded"] if "decoding" in result else []))
     columns = [result[name] for name in ("states", "decoding") if name in result]
     for key, title in (

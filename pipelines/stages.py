@@ -84,9 +84,7 @@ def run_evaluate(
     checkpoint = checkpoint or last_checkpoint(folder, settings)
     where = torch_device(device)
     drafter, config = load_drafter(checkpoint, compute_dtype(settings.train.dtype, where), where)
-    trained_on = (config.get("dflash_config") or {}).get("target_weights", store.identity.target_weights)
-    if trained_on != store.identity.target_weights:
-        raise ConfigError(f"the drafter {checkpoint} was trained for another target than the store {store.path} holds")
+    trained = check_belongs(config, store, checkpoint)
     heldout = store.documents(HELDOUT)
     if not len(heldout):
         raise ConfigError(f"the store {store.path} holds no held-out documents: extract with data.heldout above 0")
@@ -96,6 +94,7 @@ def run_evaluate(
         "checkpoint": str(checkpoint),
         "store": str(store.path),
         "rendering": store.identity.rendering,
+        "rendering_trained": trained.get("rendering"),
         "block_size": drafter.settings.block_size,
         "states": evaluate_states(drafter, head, store, heldout.first(documents or len(heldout)), budget),
     }
@@ -104,6 +103,30 @@ def run_evaluate(
         target, ends = decoding_target(folder, settings, store, device)
         result["decoding"] = evaluate_decoding(target, drafter, head, store, chosen, ends, budget, listener)
     return result
+
+
+def check_belongs(config: dict[str, Any], store: Store, checkpoint: Path) -> dict[str, Any]:
+    """Refuse a drafter made for another target than the store's. Returns what its config says of its training.
+
+    Raises:
+        ConfigError: hidden size, number of layers, weights or last layer differ (the field is named).
+    """
+    identity, nested = store.identity, config.get("dflash_config") or {}
+    said = {
+        "hidden_size": config.get("hidden_size"),
+        "num_layers": config.get("num_target_layers"),
+        "target_weights": nested.get("target_weights"),
+    }
+    if "last_layer" in nested:
+        said["last_layer"] = nested["last_layer"]
+    for field, value in said.items():
+        # Other makers' drafters leave some of these out.
+        if value is not None and value != getattr(identity, field):
+            raise ConfigError(
+                f"the drafter {checkpoint} was trained for another target than the store {store.path} holds "
+                f"({field} differs)"
+            )
+    return nested
 
 
 def decoding_target(folder: Path, settings: Settings, store: Store, device: str) -> tuple[Any, set[int]]:
@@ -119,7 +142,7 @@ def decoding_target(folder: Path, settings: Settings, store: Store, device: str)
     identity = store.identity
     if weights_hash(path) != identity.target_weights:
         raise ConfigError(f"target {path} has other weights than the one the store {store.path} was made with")
-    model = load_model(path, settings.target.resolve_dtype(device), "cpu" if device == "cpu" else f"cuda:{device}")
+    model = load_model(path, identity.dtype, "cpu" if device == "cpu" else f"cuda:{device}")
     ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         file = path / name

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .format import HEAD, StoreError
@@ -48,6 +49,15 @@ class Head:
     config: dict[str, Any]
     folder: Path
 
+    def special_ids(self, name: str) -> set[int]:
+        """Ids of a special token (`eos_token_id`, ...) as the config or the generation config says them."""
+        found: set[int] = set()
+        path = self.folder / "generation_config.json"
+        for config in (self.config, json.loads(path.read_text()) if path.is_file() else {}):
+            said = config.get(name)
+            found |= {said} if isinstance(said, int) else set(said or [])
+        return found
+
 
 def save_head(folder: Path, target: Path, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
     """Write a head folder from a target's folder and its two matrices (`lm_head` None: tied to the embedding)."""
@@ -71,7 +81,7 @@ def load_head(store: Path) -> Head:
     try:
         tensors = load_file(folder / WEIGHTS)
         config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError as error:
-        raise StoreError(f"{store} has no whole head ({Path(error.filename or HEAD).name} is missing)") from None
-    embedding = tensors[EMBEDDING]
+        embedding = tensors[EMBEDDING]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise StoreError(f"{folder} is not whole ({error}): copy it again, or extract anew") from None
     return Head(embedding, tensors.get(LM_HEAD, embedding), config.get("text_config", config), folder)

@@ -104,8 +104,8 @@ class Store:
         self.path = path
         self.identity = identity
         self.parts = parts
-        self._made: dict[int, Part] = {}
-        self._recent: OrderedDict[int, None] = OrderedDict()
+        self._made: dict[str, Part] = {}
+        self._recent: OrderedDict[str, None] = OrderedDict()
 
     @property
     def tokens(self) -> int:
@@ -119,22 +119,20 @@ class Store:
         return self.tokens * (states + 5)
 
     def refresh(self) -> None:
-        """See the parts committed since the store was opened."""
-        self.close()
+        """See the parts committed since the store was opened. Indices into `parts` change; `Documents` go stale."""
         self.parts = _list_parts(self.path)
-        self._made.clear()
-        self._recent.clear()
 
     def part(self, index: int) -> Part:
         """The part at `index` of `parts`; those used least recently have their files closed."""
-        if index not in self._made:
-            self._made[index] = Part(self.path / PARTS / self.parts[index].id)
-        self._recent[index] = None
-        self._recent.move_to_end(index)
+        name = self.parts[index].id
+        if name not in self._made:
+            self._made[name] = Part(self.path / PARTS / name)
+        self._recent[name] = None
+        self._recent.move_to_end(name)
         if len(self._recent) > OPEN_PARTS:
             oldest, _ = self._recent.popitem(last=False)
             self._made[oldest].close()
-        return self._made[index]
+        return self._made[name]
 
     def documents(self, split: str, parts: list[str] | None = None) -> Documents:
         """Index the documents of one split; `parts` limits it to those parts (a resumed run's own list).
@@ -208,6 +206,8 @@ def _list_parts(path: Path) -> list[PartRecord]:
     except (OSError, ValueError, KeyError, TypeError):
         known = {}
     records = []
+    if not (path / PARTS).is_dir():
+        raise StoreError(f"{path} has lost its folder {PARTS}: the store is not whole")
     for folder in sorted(entry for entry in (path / PARTS).iterdir() if entry.is_dir()):
         record = known.get(folder.name)
         if record is None:

@@ -57,6 +57,7 @@ def create_store(path: Path, identity: Identity, fill_head: Callable[[Path], Non
     """
     if (store := existing_store(path, identity)) is not None:
         return store
+    path = path.resolve()  # a link to an empty directory stays a link
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -87,6 +88,8 @@ def lock_store(path: Path) -> Iterator[None]:
         StoreError: another extraction holds it, or the path may not be written.
     """
     try:
+        for folder in (STAGING, PLANS):  # tools that copy trees drop empty folders
+            (path / folder).mkdir(exist_ok=True)
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise StoreError(f"cannot write to the store {path}: {error.strerror}") from None

@@ -128,8 +128,9 @@ def settings_from_config(config: dict[str, Any]) -> DrafterSettings:
 
 @dataclass(frozen=True)
 class Resume:
-    """What `save_checkpoint` was given besides the drafter."""
+    """What `save_checkpoint` was given besides the drafter, and where it was found."""
 
+    folder: Path
     state: dict[str, Any]
     optimizer: dict[str, torch.Tensor]
 
@@ -161,11 +162,21 @@ def save_checkpoint(
         save_file({name: t.detach().cpu().contiguous() for name, t in optimizer.items()}, staged / OPTIMIZER)
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (staged / STATE).write_text(json.dumps(state, indent=2) + "\n")
-        rename_whole(staged, folder)
+        if not rename_whole(staged, folder):
+            # Something of that name that is not whole: it gives way.
+            doomed = folder.rename(folder.with_name(f".removing.{folder.name}"))
+            rename_whole(staged, folder)
+            shutil.rmtree(doomed)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot save the checkpoint {folder}: {error}") from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a kill left half saved or half removed; nothing else."""
+    for path in [*folder.glob(".saving.*"), *folder.glob(".removing.*")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -187,6 +198,8 @@ def load_drafter(folder: Path, dtype: torch.dtype, device: torch.device) -> tupl
         weights = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder} is not a whole drafter checkpoint: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("hidden_size"), int):
+        raise CheckpointError(f"{folder}: the drafter's config does not say hidden_size")
     drafter = Drafter(settings_from_config(config), config["hidden_size"])
     try:
         drafter.load_state_dict(weights)
@@ -204,6 +217,6 @@ def load_resume(folder: Path) -> Resume:
         CheckpointError: the checkpoint holds no training state.
     """
     try:
-        return Resume(json.loads((folder / STATE).read_text()), load_file(folder / OPTIMIZER))
+        return Resume(folder, json.loads((folder / STATE).read_text()), load_file(folder / OPTIMIZER))
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be resumed from: {error}") from None

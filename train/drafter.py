@@ -45,6 +45,8 @@ class DrafterSettings(BaseModel):
     def _divisible(self) -> DrafterSettings:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+        if len(set(self.layer_ids)) != len(self.layer_ids):
+            raise ValueError("layer_ids names a layer twice")
         if self.head_dim % 2:
             raise ValueError("head_dim must be even")
         return self

@@ -67,6 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, lm_head: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count, slots, width = hidden.shape
+        wanted = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden)
         right = torch.empty_like(labels, dtype=torch.bool)
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -80,6 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             right[part] = (logits.argmax(-1, keepdim=True) == label).view(-1, slots)
             log_norm = logits.logsumexp(-1, keepdim=True)
             total += (weight * (log_norm - logits.gather(1, label))).sum()
+            if not wanted:
+                continue
             slope = (logits - log_norm).exp_().scatter_add_(1, label, torch.full_like(log_norm, -1)).mul_(weight)
             gradient[part] = (slope.to(hidden.dtype) @ lm_head).view(-1, slots, width)
         ctx.save_for_backward(gradient)

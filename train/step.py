@@ -15,14 +15,14 @@ from ..store import Batch, Head
 from .anchors import draw_anchors, supervision
 from .attention import Blocks
 from .drafter import Drafter
-from .evaluate.walk import device_states
+from .inputs import Ends, device_states
 from .loss import BlockLoss, block_loss
 from .optimizer import MasterAdamW
 
 
 @dataclass
 class Totals:
-    """Sums over micro-batches since the last `take`: numerator, denominator and, by slot, right and supervised."""
+    """Sums over micro-batches: numerator, denominator and, by slot, right and supervised."""
 
     numerator: torch.Tensor
     denominator: torch.Tensor
@@ -75,8 +75,7 @@ class TrainStep:
         parameter = next(drafter.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._drafter, self._optimizer = drafter, optimizer
-        self._embedding = head.embedding.to(self.device, self.dtype)
-        self._lm_head = self._embedding if head.lm_head is head.embedding else head.lm_head.to(self.device, self.dtype)
+        self._ends = Ends.of(head, self.device, self.dtype)
         self._anchors, self._gamma, self._seed = anchors, gamma, seed
         self._rate = torch.zeros((), device=self.device)
         self._denominator = torch.zeros((), device=self.device)
@@ -93,9 +92,9 @@ class TrainStep:
         positions = torch.arange(len(tokens), device=device) - doc_start
         context = drafter.context(device_states(batch, device, self.dtype), positions)
         first = tokens[anchors.clamp(max=len(tokens) - 1)].long()
-        embedded = drafter.block_inputs(self._embedding, first)
+        embedded = drafter.block_inputs(self._ends.embedding, first)
         hidden = drafter.blocks(embedded, context, Blocks.of(anchors, doc_start))
-        return block_loss(hidden, self._lm_head, labels, supervised, self._gamma)
+        return block_loss(hidden, self._ends.lm_head, labels, supervised, self._gamma)
 
     def micro(self, batch: Batch, micro_batch: int) -> BlockLoss:
         """Forward and backward of one micro-batch; the gradient of the numerator accumulates."""

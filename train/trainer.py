@@ -16,10 +16,17 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..store import HELDOUT, TRAIN, BatchStream, Documents, Store, StoreError, load_head, pack
+from ..store import HELDOUT, TRAIN, BatchStream, Documents, Head, Store, StoreError, load_head, pack
 from ..store.batches import shuffled
 from ..store.progress import Listener
-from .checkpoint import CheckpointError, checkpoints, drafter_config, load_resume, save_checkpoint
+from .checkpoint import (
+    CheckpointError,
+    checkpoints,
+    clear_leftovers,
+    drafter_config,
+    load_resume,
+    save_checkpoint,
+)
 from .drafter import Drafter, DrafterSettings
 from .evaluate.summary import accepted_length
 from .evaluate.walk import walk
@@ -76,6 +83,11 @@ class _Position:
     """Micro-batches done in all: the number that anchors are drawn with."""
     parts: list[str] | None = None
     """Parts this epoch trains on; None at an epoch's start."""
+    heldout: list[str] | None = None
+    """Parts with the held-out documents that validation uses."""
+    total: int = 0
+    """Updates that the schedule was made for, "epochs" of them."""
+    epochs: int = 0
 
 
 def compute_dtype(said: str, device: torch.device) -> torch.dtype:
@@ -113,8 +125,7 @@ class Trainer:
         self._store, self._settings, self._folder, self._listener = store, settings, folder, listener
         self._layers = store.layer_indices(tuple(drafter.layer_ids))
         head = load_head(store.path)
-        _check_mask_token(drafter, store, head.config)
-        self._heldout = store.documents(HELDOUT).first(settings.validate_documents)
+        _check_mask_token(drafter, store, head)
         self._head = head
         self._drafter = Drafter(drafter, store.identity.hidden_size)
         self._drafter.reset(settings.seed)
@@ -129,10 +140,14 @@ class Trainer:
         self._config = drafter_config(drafter, store.identity, head.config, str(dtype).removeprefix("torch."))
         self._shape = {
             "drafter": drafter.model_dump(),
-            "train": settings.model_dump(exclude=FREE_TO_CHANGE),
+            "train": settings.model_dump(exclude=FREE_TO_CHANGE) | {"dtype": str(dtype).removeprefix("torch.")},
             "store": store.identity.model_dump(mode="json"),
         }
         self._at = self._resume()
+        # Validation stays with the documents that were held out when the run began, whatever is added since.
+        if self._at.heldout is None:
+            self._at.heldout = [part.id for part in store.parts if part.split == HELDOUT]
+        self._skipped = int(self._optimizer.skipped)
 
     def run(self) -> Path:
         """Train to the end of the last epoch. Returns the folder of the last checkpoint."""
@@ -142,13 +157,15 @@ class Trainer:
             self._listener.say(f"{self._folder} has done its {settings.epochs} epochs; raise train.epochs to go on")
         metrics = Metrics(self._folder, at.step)
         try:
-            total = 0
             for _ in epochs:
                 documents = self._begin_epoch()
-                if not total:
-                    total = sum(self._updates(self._groups(documents, epoch)) for epoch in range(settings.epochs))
-                    self._listener.start(total, at.step)
-                self._epoch(documents, self._groups(documents, at.epoch), total, metrics)
+                if at.epochs != settings.epochs:
+                    # Made once and kept: a store that grows must not bend the schedule of a run that goes on.
+                    at.epochs = settings.epochs
+                    at.total = sum(self._updates(self._groups(documents, epoch)) for epoch in range(settings.epochs))
+                if at.epoch == epochs.start:
+                    self._listener.start(at.total, at.step)
+                self._epoch(documents, self._groups(documents, at.epoch), metrics)
         finally:
             metrics.close()
         return checkpoints(self._checkpoints)[-1]
@@ -182,7 +199,7 @@ class Trainer:
             )
         return documents
 
-    def _epoch(self, documents: Documents, groups: list[list[int]], total: int, metrics: Metrics) -> None:
+    def _epoch(self, documents: Documents, groups: list[list[int]], metrics: Metrics) -> None:
         settings, at = self._settings, self._at
         totals = Totals.zero(self._drafter.settings.block_size, self._step.device)
         began, tokens = time.perf_counter(), 0
@@ -193,7 +210,7 @@ class Trainer:
                 at.batch, at.micro = at.batch + 1, at.micro + 1
                 if at.batch % settings.accumulate and at.batch < len(groups):
                     continue
-                rate = learning_rate(at.step, total, settings.lr, settings.warmup)
+                rate = learning_rate(at.step, at.total, settings.lr, settings.warmup)
                 norm = self._step.update(rate)
                 at.step += 1
                 note = ""
@@ -206,17 +223,19 @@ class Trainer:
                 if at.step % settings.save_every == 0 and at.batch < len(groups):
                     self._save()
         at.epoch, at.batch, at.parts = at.epoch + 1, 0, None
+        self._validate(metrics)  # before the checkpoint: a kill in between repeats it, and loses nothing
         self._save()
-        self._validate(metrics)
 
     def _numbers(
         self, totals: Totals, norm: torch.Tensor, rate: float, tokens: int, seconds: float, waited: float
     ) -> dict[str, float]:
         skipped = int(self._optimizer.skipped)
-        if skipped:
+        if skipped > self._skipped:
             self._listener.say(
-                f"{skipped} updates skipped so far: the gradient was not finite, or nothing was supervised"
+                f"{skipped - self._skipped} of the updates before step {self._at.step} were skipped: "
+                "the gradient was not finite, or nothing was supervised"
             )
+            self._skipped = skipped
         return {
             **totals.numbers(),
             "epoch": self._at.epoch,
@@ -229,16 +248,17 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, metrics: Metrics) -> None:
-        if not len(self._heldout):
-            return
         settings, block = self._settings, self._drafter.settings.block_size
+        heldout = self._store.documents(HELDOUT, self._at.heldout).first(settings.validate_documents)
+        if not len(heldout):
+            return
         totals = Totals.zero(block, self._step.device)
-        budget = max(settings.tokens, int(self._heldout.length.max()))
-        groups = pack(self._heldout.length.tolist(), budget)
-        with BatchStream(self._store, self._heldout, groups, budget, self._layers) as stream:
+        budget = max(settings.tokens, int(heldout.length.max()))
+        groups = pack(heldout.length.tolist(), budget)
+        with BatchStream(self._store, heldout, groups, budget, self._layers) as stream:
             for number, batch in enumerate(stream):
                 totals.add(self._measure.loss(batch, number))
-        turns = walk(self._drafter, self._head, self._store, self._heldout, budget)
+        turns = walk(self._drafter, self._head, self._store, heldout, budget)
         length = accepted_length(turns)
         numbers = {f"heldout_{name}": value for name, value in totals.numbers().items()}
         metrics.write(self._at.step, {**numbers, "heldout_accepted_length": length})
@@ -257,27 +277,32 @@ class Trainer:
             shutil.rmtree(doomed)
 
     def _resume(self) -> _Position:
-        found = checkpoints(self._checkpoints)
-        if not found:
+        clear_leftovers(self._checkpoints)
+        resume = None
+        for newest in reversed(checkpoints(self._checkpoints)):
+            try:
+                resume = load_resume(newest)
+                break
+            except CheckpointError as error:
+                self._listener.say(f"passed over: {error}")
+        if resume is None:
             return _Position()
-        resume = load_resume(found[-1])
         if changed := _changed(resume.state["settings"], self._shape):
             raise CheckpointError(
                 f"{self._folder} was trained with other settings ({'; '.join(changed)}): "
                 "choose another train.run, or go back to those"
             )
         self._optimizer.load(resume.optimizer)
-        self._listener.say(f"resuming from {found[-1]}")
+        self._listener.say(f"resuming from {resume.folder}")
         return _Position(**resume.state["position"])
 
 
-def _check_mask_token(drafter: DrafterSettings, store: Store, config: dict[str, Any]) -> None:
+def _check_mask_token(drafter: DrafterSettings, store: Store, head: Head) -> None:
     mask = drafter.mask_token_id
     if mask >= store.identity.vocab_size:
         raise StoreError(f"drafter.mask_token_id {mask} is outside the vocabulary of {store.identity.vocab_size}")
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
-        ids = config.get(name)
-        if mask == ids or (isinstance(ids, list) and mask in ids):
+        if mask in head.special_ids(name):
             raise StoreError(f"drafter.mask_token_id {mask} is the target's {name}: choose an id the target never uses")
 
 

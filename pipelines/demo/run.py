@@ -13,7 +13,7 @@ from typing import Any
 from ...store import HELDOUT, Head, Store, load_head
 from ...train.drafter import Drafter
 from ...train.evaluate.report import evaluate_states
-from ..config import Settings, load_settings
+from ..config import FILE, Settings, load_settings
 from ..console import console, reporting
 from ..init import init
 from ..show import number, show_evaluation, show_store
@@ -41,7 +41,7 @@ def demo(folder: Path, devices: list[str]) -> dict[str, Any]:
     with as_file(files("dflash_offline.pipelines") / "demo") as bundled:
         target, data = str(bundled / "target"), str(bundled / "conversations.jsonl")
         _say("init", "--target", target, "--data", data, *(part for text in overrides for part in ("--set", text)))
-        path, _ = init(folder.absolute(), target, [data], overrides, force=True)
+        path, _ = init(folder.absolute(), target, [data], overrides, force=_is_a_demo(folder, target))
         console.print(f"wrote {path}")
         settings = load_settings(folder, [])
 
@@ -72,8 +72,13 @@ def untrained_length(settings: Settings, store: Store, head: Head) -> float | No
     """Accepted length of a drafter with fresh weights: what training is measured against."""
     drafter = Drafter(settings.drafter, store.identity.hidden_size)
     drafter.reset(settings.train.seed)
-    documents = store.documents(HELDOUT).first(DECODED)
+    documents = store.documents(HELDOUT)
     return evaluate_states(drafter, head, store, documents, settings.train.tokens)["accepted_length"]
+
+
+def _is_a_demo(folder: Path, target: str) -> bool:
+    """Whether the `dflash.toml` in a folder is an earlier demo's, which may be written anew."""
+    return (folder / FILE).is_file() and load_settings(folder, []).target.path == target
 
 
 def _say(*words: str) -> None:

@@ -41,6 +41,7 @@ def test_all_three_forms(tmp_path: Path) -> None:
         ({"messages": "hi"}, "conversation is empty"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "unknown role 'robot'"),
         ({"messages": ["hi"]}, "a turn must be an object"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown role"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "no assistant turn"),
         ({"messages": [{"role": "user", "content": 3}]}, "must be text, not int"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images are not supported"),

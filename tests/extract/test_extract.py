@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,33 @@ def test_held_out_by_content_hash_when_no_line_says(hybrid: Path, tmp_path: Path
 
 def test_token_ids_outside_the_vocabulary_are_refused(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
     path = tmp_path / "ids.jsonl"
-    path.write_text(json.dumps({"input_ids": [1, 2, 9000], "loss_mask": [1, 1, 1]}) + "\n")
-    with pytest.raises(DataError, match="token id 9000 is outside the vocabulary of 8192"):
-        make_store(hybrid, [path], tmp_path / "s")
+    for wrong in (9000, 10**30):
+        path.write_text(json.dumps({"input_ids": [1, 2, wrong], "loss_mask": [1, 1, 1]}) + "\n")
+        with pytest.raises(DataError, match=f"token id {wrong} is outside the vocabulary of 8192"):
+            make_store(hybrid, [path], tmp_path / "s")
+
+
+def test_an_older_plan_taken_up_again_stores_nothing_twice(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 20)]
+    first = make_store(hybrid, data, tmp_path / "s")
+    run_unit(first.job, first.plan.units[0].id)  # and no further
+    fill(make_store(hybrid, data, tmp_path / "s", limit=10))
+    ids = all_ids(fill(make_store(hybrid, data, tmp_path / "s")))
+    assert len(ids) == len(set(ids)) == 20
+
+
+@pytest.mark.parametrize("workers", [(3, 2)])
+def test_every_document_once_whatever_the_workers(
+    workers: tuple[int, int], hybrid: Path, tmp_path: Path, make_store: MakeStore
+) -> None:
+    """Started with three workers, stopped, and gone on with two."""
+    data = [write_data(tmp_path / "data.jsonl", 50)]
+    prepared = make_store(hybrid, data, tmp_path / "s", unit_tokens=200)
+    todo = prepared.plan.units
+    assert len(todo) > 8
+    half = replace(prepared, plan=replace(prepared.plan, units=todo[: len(todo) // 2]))
+    extract(half, ["cpu"] * workers[0], SILENT)
+    store = extract(prepared, ["cpu"] * workers[1], SILENT)
+    assert len(all_ids(store)) == len(set(all_ids(store))) == 50
+    one = fill(make_store(hybrid, data, tmp_path / "one", unit_tokens=200))
+    assert [part.id for part in one.parts] == [part.id for part in store.parts]

@@ -29,6 +29,7 @@ from dflash_offline.train.evaluate.parity import compare_rounds, first_differenc
 from dflash_offline.train.evaluate.report import evaluate_decoding
 from dflash_offline.train.evaluate.summary import acceptance_by_position, accepted_length, summarize
 from dflash_offline.train.evaluate.walk import Round, Turn, turns_of, walk
+from dflash_offline.train.inputs import Ends
 from dflash_offline.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -179,7 +180,7 @@ def test_text_and_states_are_the_targets_own_whatever_is_accepted(kind: str, req
     assert min(plain.margins) > 1e-4
     rights = [0, 1, 4, 2, 0, 3, 4, 4, 1, 0, 2, 3] * 4
     guesser: Any = Guesser([*prompt, *plain.tokens], rights, 5, 8192)
-    head = Head(torch.zeros(1, 1), torch.eye(8192), {}, Path())
+    head = Ends(torch.zeros(1, 1), torch.eye(8192))
     fast = decode_speculative(target, guesser, head, (0, 1), prompt, set(), 60)
     assert fast.tokens == plain.tokens
     taken = [r.right for r in fast.rounds]
@@ -200,7 +201,7 @@ def test_decoding_stops_at_an_end_token_inside_a_block(hybrid: Path) -> None:
     end = plain[next(i for i in range(5, 30) if plain[i] not in plain[:i])]
     stop = plain.index(end) + 1
     guesser: Any = Guesser([*prompt, *plain], [4] * 20, 5, 8192)
-    head = Head(torch.zeros(1, 1), torch.eye(8192), {}, Path())
+    head = Ends(torch.zeros(1, 1), torch.eye(8192))
     fast = decode_speculative(target, guesser, head, (0, 1), prompt, {end}, 30)
     assert fast.tokens == plain[:stop] == decode_greedy(target, prompt, {end}, 30).tokens
     assert sum(r.produced for r in fast.rounds) == stop - 1
@@ -227,12 +228,12 @@ def test_turns_are_runs_with_a_pair_to_predict() -> None:
 
 def test_parity_names_the_first_disagreement() -> None:
     one = [Round(0, 1, 2, 0.5), Round(2, 0, 1, 0.3)]
-    assert compare_rounds(one, one).agrees
+    assert compare_rounds(one, one).agrees(0.01)
     near = compare_rounds(one, [one[0], Round(2, 1, 2, 1e-4)])
-    assert (near.same, near.agrees, near.margin) == (1, True, 1e-4)
+    assert (near.same, near.agrees(0.01), near.margin) == (1, True, 1e-4)
     far = compare_rounds(one, [one[0], Round(2, 1, 2, 0.4)])
-    assert not far.agrees
-    assert not compare_rounds(one, one[:1]).agrees
+    assert not far.agrees(0.01)
+    assert not compare_rounds(one, one[:1]).agrees(0.01)
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 9, 3]) == 1
     assert first_difference([1, 2], [1, 2, 3]) == 2

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import fill
 from safetensors.torch import load_file
 from test_drafter import drafter_settings
+from tiny import write_data
 
-from dflash_offline.store import HELDOUT, TRAIN, BatchStream, Store, StoreError, load_head, pack
+from dflash_offline.extract.run import Prepared
+from dflash_offline.store import HELDOUT, TRAIN, BatchStream, Store, StoreError, load_head, open_store, pack
 from dflash_offline.store.progress import SILENT
 from dflash_offline.train.checkpoint import CheckpointError, checkpoints
 from dflash_offline.train.drafter import Drafter
@@ -70,6 +74,36 @@ def test_resumed_at_any_step_the_run_ends_bit_identical(accumulate: int, filled:
         assert state == (whole / "training" / "state.json").read_text()
         again = without_times([row for row in metrics(run) if "loss" in row])
         assert again == without_times([row for row in metrics(tmp_path / "whole") if "loss" in row])
+
+
+def test_a_damaged_last_checkpoint_is_passed_over(filled: Store, tmp_path: Path) -> None:
+    whole = trainer(filled, tmp_path / "run").run()
+    expected = load_file(whole / "model.safetensors")
+    content = (whole / "training/optimizer.safetensors").read_bytes()
+    (whole / "training/optimizer.safetensors").write_bytes(content[: len(content) // 2])
+    (tmp_path / "run/checkpoints/.saving.abc").mkdir()  # what a kill leaves
+    last = trainer(filled, tmp_path / "run").run()
+    assert last == whole
+    assert all(torch.equal(load_file(last / "model.safetensors")[name], expected[name]) for name in expected)
+    load_file(last / "training/optimizer.safetensors")
+    assert not (tmp_path / "run/checkpoints/.saving.abc").exists()
+
+
+def test_a_store_that_grows_keeps_validation_and_schedule(
+    hybrid: Path, tmp_path: Path, make_store: Callable[..., Prepared]
+) -> None:
+    """New parts sort before old ones and shift their places; what was begun stays as it was."""
+    fill(make_store(hybrid, [write_data(tmp_path / "one.jsonl", 20, heldout=4)], tmp_path / "s"))
+    run = trainer(open_store(tmp_path / "s"), tmp_path / "run", epochs=4)
+    before = open_store(tmp_path / "s").documents(HELDOUT).ids.tolist()
+    for n in range(4):
+        path = write_data(tmp_path / f"more{n}.jsonl", 8, first=100 + 50 * n, heldout=4)
+        fill(make_store(hybrid, [path], tmp_path / "s"))
+    run.run()
+    states = json.loads((checkpoints(tmp_path / "run/checkpoints")[-1] / "training/state.json").read_text())
+    held = states["position"]["heldout"]
+    assert sorted(open_store(tmp_path / "s").documents(HELDOUT, held).ids.tolist()) == sorted(before)
+    assert sum("heldout_loss" in row for row in metrics(tmp_path / "run")) == 4
 
 
 def test_it_learns(filled: Store, tmp_path: Path) -> None:

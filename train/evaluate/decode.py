@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ...store import Head
 from ..attention import Blocks
 from ..drafter import ContextKV, Drafter
+from ..inputs import Ends
 from .walk import Round, count_right
 
 
@@ -78,7 +78,7 @@ def decode_greedy(target: Target, prompt: Sequence[int], ends: set[int], limit: 
 def decode_speculative(
     target: Target,
     drafter: Drafter,
-    head: Head,
+    head: Ends,
     layers: tuple[int, ...],
     prompt: Sequence[int],
     ends: set[int],
@@ -87,6 +87,7 @@ def decode_speculative(
     """Greedy decoding with drafted blocks; gives the target's own greedy text, near-ties of its logits aside.
 
     Args:
+        head: the target's ends, where the drafter is.
         layers: indices, in what `target.advance` returns, of the layers the drafter reads.
         prompt: token ids; positions in `Round.anchor` count from its start.
         ends: tokens that end the text.
@@ -94,8 +95,7 @@ def decode_speculative(
     """
     began = time.perf_counter()
     parameter = next(drafter.parameters())
-    device, dtype = parameter.device, parameter.dtype
-    embedding, lm_head = head.embedding.to(device, dtype), head.lm_head.to(device, dtype)
+    device = parameter.device
     block = drafter.settings.block_size
     target.reset()
     hidden, logits = target.advance(prompt)
@@ -105,9 +105,9 @@ def decode_speculative(
     seen = len(prompt)  # tokens in the target's cache and in the drafter's context
     while len(tokens) < limit and tokens[-1] not in ends:
         anchor = torch.tensor([seen], device=device)
-        embedded = drafter.block_inputs(embedding, torch.tensor([tokens[-1]], device=device))
+        embedded = drafter.block_inputs(head.embedding, torch.tensor([tokens[-1]], device=device))
         states = drafter.blocks(embedded, context, Blocks(anchor, torch.zeros_like(anchor)))
-        drafted, doubt = _greedy(states[0, 1:] @ lm_head.T)
+        drafted, doubt = _greedy(states[0, 1:] @ head.lm_head.T)
         mark = target.mark()
         hidden, logits = target.advance([tokens[-1], *drafted])
         own, certainty = _greedy(logits)

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .walk import Round
 
-NEAR_TIE = 1e-2
-"""Logits closer than this may change places between two orders of computation in fp32 from bfloat16 states."""
+NEAR_TIE = {torch.float32: 1e-2, torch.bfloat16: 0.25}
+"""Logits closer than this may change places between two orders of computation, by what a drafter computes in: states
+are rounded to bfloat16 either way, and logits near 16 are 0.125 apart when they are bfloat16 too."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,9 @@ class Parity:
     compared: int
     margin: float | None
 
-    @property
-    def agrees(self) -> bool:
-        """No disagreement, or one that begins at a near-tie."""
-        return self.margin is None or self.margin < NEAR_TIE
+    def agrees(self, near_tie: float) -> bool:
+        """No disagreement, or one that begins where logits are closer than `near_tie`."""
+        return self.margin is None or self.margin < near_tie
 
 
 def compare_rounds(walked: Sequence[Round], decoded: Sequence[Round]) -> Parity:

@@ -11,6 +11,7 @@ from typing import Any
 from ...store import Documents, Head, Store
 from ...store.progress import SILENT, Listener
 from ..drafter import Drafter
+from ..inputs import Ends
 from .decode import Target, decode_greedy, decode_speculative
 from .parity import NEAR_TIE, compare_rounds, first_difference
 from .summary import summarize
@@ -47,6 +48,11 @@ def evaluate_decoding(
     """
     layers = store.layer_indices(tuple(drafter.settings.layer_ids))
     walked = walk(drafter, head, store, documents, budget)
+    without_prompt = sum(turn.start == 0 for turn in walked)
+    walked = [turn for turn in walked if turn.start > 0]  # nothing stands before it to decode from
+    parameter = next(drafter.parameters())
+    near_tie = NEAR_TIE[parameter.dtype]
+    moved = Ends.of(head, parameter.device, parameter.dtype)
     listener.start(len(walked), 0)
     decoded: list[Turn] = []
     rows: list[dict[str, Any]] = []
@@ -57,7 +63,7 @@ def evaluate_decoding(
         tokens = part.small("tokens")[start : start + int(documents.length[turn.document])].tolist()
         prompt, written = tokens[: turn.start], tokens[turn.start : turn.stop]
         plain = decode_greedy(target, prompt, ends, len(written))
-        fast = decode_speculative(target, drafter, head, layers, prompt, ends, len(written))
+        fast = decode_speculative(target, drafter, moved, layers, prompt, ends, len(written))
         parity = compare_rounds(turn.rounds, fast.rounds)
         differs = first_difference(plain.tokens, fast.tokens)
         rows.append(
@@ -67,7 +73,7 @@ def evaluate_decoding(
                 "tokens": len(fast.tokens),
                 "rounds": len(fast.rounds),
                 "rounds_same_as_states": parity.same,
-                "rounds_agree": parity.agrees,
+                "rounds_agree": parity.agrees(near_tie),
                 "near_tie_at_disagreement": parity.margin,
                 "equals_greedy": differs is None,
                 "greedy_margin_at_difference": None
@@ -84,7 +90,8 @@ def evaluate_decoding(
         "documents": len(documents),
         **summarize(decoded, drafter.settings.block_size),
         "accepted_length_from_states": summarize(walked, drafter.settings.block_size)["accepted_length"],
-        "near_tie": NEAR_TIE,
+        "turns_without_prompt": without_prompt,
+        "near_tie": near_tie,
         "rounds_same_as_states": sum(row["rounds_same_as_states"] for row in rows),
         "turns_that_agree": sum(row["rounds_agree"] for row in rows),
         "turns_equal_to_greedy": sum(row["equals_greedy"] for row in rows),

@@ -15,6 +15,7 @@ import torch
 from ...store import Batch, BatchStream, Documents, Head, Store, pack
 from ..attention import Blocks
 from ..drafter import Drafter
+from ..inputs import Ends, device_states
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,6 @@ def count_right(drafted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     return (drafted == actual).cumprod(1).sum(1)
 
 
-def device_states(batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The batch's hidden states `[layers, T, H]` on a device, their bit patterns read as bfloat16."""
-    bits = torch.from_numpy(batch.hidden.view(np.int16))
-    return bits.to(device).view(torch.bfloat16).to(dtype)
-
-
 @torch.inference_mode()
 def walk(drafter: Drafter, head: Head, store: Store, documents: Documents, budget: int) -> list[Turn]:
     """Walk all turns of the given documents.
@@ -78,27 +73,24 @@ def walk(drafter: Drafter, head: Head, store: Store, documents: Documents, budge
     """
     parameter = next(drafter.parameters())
     device, dtype = parameter.device, parameter.dtype
-    embedding = head.embedding.to(device, dtype)
-    lm_head = head.lm_head.to(device, dtype)
+    ends = Ends.of(head, device, dtype)
     budget = max(budget, int(documents.length.max(initial=1)))
     groups = pack(documents.length.tolist(), budget)
     layers = store.layer_indices(tuple(drafter.settings.layer_ids))
     found: list[Turn] = []
     with BatchStream(store, documents, groups, budget, layers) as stream:
         for batch in stream:
-            found += _walk_batch(drafter, embedding, lm_head, batch, documents, device, dtype)
+            found += _walk_batch(drafter, ends, batch, documents)
     return sorted(found, key=lambda turn: (turn.document, turn.start))
 
 
 def _walk_batch(
     drafter: Drafter,
-    embedding: torch.Tensor,
-    lm_head: torch.Tensor,
+    ends: Ends,
     batch: Batch,
     documents: Documents,
-    device: torch.device,
-    dtype: torch.dtype,
 ) -> list[Turn]:
+    device, dtype = ends.embedding.device, ends.embedding.dtype
     used = batch.used
     doc_start = torch.from_numpy(batch.doc_start[:used].astype(np.int64)).to(device)
     tokens = torch.from_numpy(batch.tokens[:used].astype(np.int64)).to(device)
@@ -117,14 +109,14 @@ def _walk_batch(
     while active := [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]:
         # Turns stand in the order of the batch, so their anchors are sorted.
         anchors = torch.tensor([offsets[i] + places[i] for i in active], device=device)
-        ends = torch.tensor([offsets[i] + turns[i].stop for i in active], device=device)
+        stops = torch.tensor([offsets[i] + turns[i].stop for i in active], device=device)
         blocks = Blocks.of(anchors, doc_start)
-        states = drafter.blocks(drafter.block_inputs(embedding, tokens[anchors]), context, blocks)
-        best = (states[:, 1:] @ lm_head.T).float().topk(2, -1)
+        states = drafter.blocks(drafter.block_inputs(ends.embedding, tokens[anchors]), context, blocks)
+        best = (states[:, 1:] @ ends.lm_head.T).float().topk(2, -1)
         drafted = best.indices[..., 0]
         margins = (best.values[..., 0] - best.values[..., 1]).tolist()
         ahead = anchors[:, None] + torch.arange(1, block, device=device)
-        actual = torch.where(ahead < ends[:, None], tokens[ahead.clamp(max=used - 1)], -1)
+        actual = torch.where(ahead < stops[:, None], tokens[ahead.clamp(max=used - 1)], -1)
         for row, (i, right) in enumerate(zip(active, count_right(drafted, actual).tolist(), strict=True)):
             turn, place = turns[i], places[i]
             produced = min(right + 1, turn.stop - 1 - place)
