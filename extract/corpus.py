@@ -34,6 +34,7 @@ class DataSettings(BaseModel):
         lt=1,
         description="share of documents held out, by content hash; lines with a 'split' say it themselves",
     )
+    tags: list[str] | None = Field(None, description="take only documents of these tags of origin")
     limit: int | None = Field(None, ge=1, description="take only the first so many training documents")
     limit_heldout: int | None = Field(None, ge=1, description="take only the first so many held-out documents")
 
@@ -125,6 +126,8 @@ def build_corpus(
     seen: set[int] = set()
     taken: list[tuple[np.ndarray, np.ndarray, int, str | None, str, str]] = []
     for row in rows:
+        if settings.tags is not None and row.tag not in settings.tags:
+            continue
         if row.messages is None:
             assert row.input_ids is not None
             if max(row.input_ids) >= vocab_size:
@@ -145,7 +148,10 @@ def build_corpus(
         seen.add(identity)
         taken.append((ids, mask, identity, row.split, row.tag, row.place))
     if not taken:
-        raise DataError("no document in the data has two supervised tokens in a row: nothing can be learned from it")
+        of_tags = f" of the tags {', '.join(settings.tags)}" if settings.tags else ""
+        raise DataError(
+            f"no document{of_tags} has two supervised tokens in a row: nothing can be learned from the data"
+        )
     ids = np.array([item[2] for item in taken], np.uint64)
     heldout = _choose_heldout(ids, [item[3] for item in taken], settings.heldout)
     keep = _limited(heldout, settings)

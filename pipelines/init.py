@@ -34,27 +34,30 @@ def init(
         if next(read_rows([folder / Path(name).expanduser()]), None) is None:
             raise DataError(f"the data file {name} is empty")
     said = {(section, key): value for section, key, value in parse_overrides(overrides)}
+    layer_ids = said.get(("extract", "layer_ids")) or list(default_layer_ids(info.num_layers))
     values: dict[str, Any] = {
         "target": {"path": target},
         "data": {
             "files": list(data),
             "max_length": min(3072, info.text.get("max_position_embeddings") or 3072),
         },
-        "extract": {"layer_ids": list(default_layer_ids(info.num_layers))},
-        "drafter": drafter_shape(info, said),
+        # Small targets run on CPUs, where small batches stay in the cache: 2.3 against 1.4 thousand tokens a second.
+        "extract": {"layer_ids": layer_ids, "batch_tokens": 2048 if info.hidden_size < 1024 else 16384},
+        "drafter": drafter_shape(info, layer_ids, said),
     }
     settings = make_settings(values, overrides, "dflash init")
     write_settings(path, settings)
     return path, info
 
 
-def drafter_shape(info: TargetInfo, said: dict[tuple[str, str], Any]) -> dict[str, Any]:
+def drafter_shape(info: TargetInfo, layer_ids: list[int], said: dict[tuple[str, str], Any]) -> dict[str, Any]:
     """The `[drafter]` section for a target.
 
     Heads of 128 (64 below a hidden size of 1,024), at most 32, four to a key-value head; the depth is a fourth of the
     target's, at most 5; hybrid targets get sliding layers and one full layer at the end, as published for Qwen3.6-27B.
 
     Args:
+        layer_ids: the layers extracted; the drafter reads all of them.
         said: overrides by (section, key); what they give need not be inferred.
 
     Raises:
@@ -67,7 +70,7 @@ def drafter_shape(info: TargetInfo, said: dict[tuple[str, str], Any]) -> dict[st
     depth = max(1, min(5, info.num_layers // 4))
     hybrid = "linear_attention" in (text.get("layer_types") or [])
     shape: dict[str, Any] = {
-        "layer_ids": said.get(("extract", "layer_ids"), list(default_layer_ids(info.num_layers))),
+        "layer_ids": layer_ids,
         "block_size": 16 if hidden >= 1024 else 8,
         "layer_types": ["sliding_attention" if hybrid else "full_attention"] * (depth - 1) + ["full_attention"],
         "num_attention_heads": heads - heads % kv_heads,

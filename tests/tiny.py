@@ -51,11 +51,14 @@ HYBRID: dict[str, Any] = {
 }
 
 
-def make_target(folder: Path, kind: str = "hybrid", seed: int = 0) -> Path:
-    """Write a random target: hybrid, dense, moe, or nested (a hybrid under a multimodal config)."""
+def make_target(folder: Path, kind: str = "hybrid", seed: int = 0, **changes: Any) -> Path:
+    """Write a random target: hybrid, dense, moe, or nested (a hybrid under a multimodal config).
+
+    `changes` go to the config of a hybrid.
+    """
     torch.manual_seed(seed)
     if kind == "hybrid":
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=True))
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**HYBRID, **changes}, tie_word_embeddings=True))
     elif kind == "dense":
         model = Qwen3ForCausalLM(Qwen3Config(**COMMON, tie_word_embeddings=False))
     elif kind == "moe":

@@ -138,6 +138,15 @@ def test_what_is_left_out_is_said(hybrid: Path, tmp_path: Path, make_store: Make
     assert max(store.documents(TRAIN).length) <= 60
 
 
+def test_documents_of_some_tags(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 12)]
+    store = fill(make_store(hybrid, data, tmp_path / "s", tags=["code"]))
+    assert {tag for part in store.parts for tag in part.tags} == {"code"}
+    assert len(all_ids(store)) == 6
+    with pytest.raises(DataError, match="no document of the tags poems has"):
+        make_store(hybrid, data, tmp_path / "none", tags=["poems"])
+
+
 def test_held_out_by_content_hash_when_no_line_says(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
     rows = [{"messages": conversation(n)} for n in range(30)]
     path = tmp_path / "data.jsonl"

@@ -10,7 +10,7 @@ import pytest
 from tiny import make_target, write_data
 from transformers import Qwen3_5MoeTextConfig
 
-from dflash_offline.extract.target import TargetInfo, inspect
+from dflash_offline.extract.target import TargetError, TargetInfo, default_layer_ids, inspect
 from dflash_offline.pipelines.config import COMMENTS, ConfigError, Settings, load_settings, write_settings
 from dflash_offline.pipelines.init import drafter_shape, init
 from dflash_offline.store import DflashError
@@ -106,15 +106,15 @@ def test_a_mixture_of_experts_asks_for_what_it_cannot_infer() -> None:
     target = TargetInfo(Path(), Qwen3_5MoeTextConfig().to_dict())
     said: dict[tuple[str, str], Any] = {("drafter", "mask_token_id"): 1}
     with pytest.raises(ConfigError, match=r"--set drafter\.intermediate_size=N"):
-        drafter_shape(target, said)
-    assert drafter_shape(target, {**said, ("drafter", "intermediate_size"): 64})["intermediate_size"] == 64
+        drafter_shape(target, [1], said)
+    assert drafter_shape(target, [1], {**said, ("drafter", "intermediate_size"): 64})["intermediate_size"] == 64
 
 
 def test_a_vocabulary_without_a_free_id_asks_for_a_mask_token(hybrid: Path, tmp_path: Path) -> None:
     full = TargetInfo(hybrid, {**inspect(hybrid).text, "vocab_size": 8180})
     with pytest.raises(ConfigError, match=r"--set drafter\.mask_token_id=N"):
-        drafter_shape(full, {})
-    assert drafter_shape(full, {("drafter", "mask_token_id"): 77})["mask_token_id"] == 77
+        drafter_shape(full, [1], {})
+    assert drafter_shape(full, [1], {("drafter", "mask_token_id"): 77})["mask_token_id"] == 77
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,19 @@ def test_a_vocabulary_without_a_free_id_asks_for_a_mask_token(hybrid: Path, tmp_
     ],
 )
 def test_the_published_shapes(text: dict[str, Any], expected: dict[str, Any]) -> None:
-    shape = drafter_shape(TargetInfo(Path(), text), {("drafter", "mask_token_id"): 1})
+    layer_ids = list(default_layer_ids(text["num_hidden_layers"]))
+    shape = drafter_shape(TargetInfo(Path(), text), layer_ids, {("drafter", "mask_token_id"): 1})
     published = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "block_size": 16}
     assert {key: shape[key] for key in {**published, **expected}} == {**published, **expected}
+
+
+def test_a_shallow_target_asks_for_layers(tmp_path: Path) -> None:
+    make_target(tmp_path / "target", "hybrid", num_hidden_layers=4)
+    write_data(tmp_path / "data.jsonl", 4)
+    with pytest.raises(TargetError, match=r"4 layers has no 5 default layers: name extract\.layer_ids"):
+        init(tmp_path, "target", ["data.jsonl"], [], force=False)
+    init(tmp_path, "target", ["data.jsonl"], ["extract.layer_ids=[0, 2]"], force=False)
+    assert load_settings(tmp_path, []).drafter.layer_ids == [0, 2]
 
 
 def test_sections_and_comments_agree() -> None:
