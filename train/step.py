@@ -17,6 +17,7 @@ from .attention import Blocks
 from .drafter import Drafter
 from .inputs import Ends, device_states
 from .loss import BlockLoss, block_loss
+from .muon import MasterMuon
 from .optimizer import MasterAdamW
 
 
@@ -67,7 +68,7 @@ class TrainStep:
         self,
         drafter: Drafter,
         head: Head,
-        optimizer: MasterAdamW | None,
+        optimizer: MasterAdamW | MasterMuon | None,
         anchors: int,
         gamma: float,
         seed: int,

@@ -32,6 +32,7 @@ from .evaluate.summary import accepted_length
 from .evaluate.walk import walk
 from .loss import default_gamma
 from .metrics import Metrics
+from .muon import MasterMuon
 from .optimizer import MasterAdamW, learning_rate
 from .step import Totals, TrainStep
 
@@ -50,6 +51,10 @@ class TrainSettings(BaseModel):
     anchors: int = Field(512, ge=1, description="blocks drawn from a packed batch")
     accumulate: int = Field(1, ge=1, description="packed batches an update")
     lr: float = Field(6e-4, gt=0, description="peak learning rate")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="adamw as published; muon: Muon for matrices, AdamW for the rest"
+    )
+    muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon's matrices")
     warmup: float = Field(0.04, ge=0, le=1, description="share of the updates that warm up; then a cosine to zero")
     clip: float = Field(1.0, gt=0, description="largest global norm of the gradient")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's, on matrices only")
@@ -131,9 +136,14 @@ class Trainer:
         self._drafter.reset(settings.seed)
         dtype = compute_dtype(settings.dtype, device)
         self._drafter.to(device, dtype)
-        self._optimizer = MasterAdamW(
-            self._drafter.named_parameters(), clip=settings.clip, weight_decay=settings.weight_decay
-        )
+        named = self._drafter.named_parameters()
+        clip, decay = settings.clip, settings.weight_decay
+        self._optimizer: MasterAdamW | MasterMuon
+        if settings.optimizer == "muon":
+            ratio = settings.muon_lr / settings.lr
+            self._optimizer = MasterMuon(named, ratio=ratio, clip=clip, weight_decay=decay)
+        else:
+            self._optimizer = MasterAdamW(named, clip=clip, weight_decay=decay)
         gamma = settings.gamma or default_gamma(drafter.block_size)
         self._step = TrainStep(self._drafter, head, self._optimizer, settings.anchors, gamma, settings.seed)
         self._measure = TrainStep(self._drafter, head, None, settings.anchors, gamma, VALIDATION_SEED)

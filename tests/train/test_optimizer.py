@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dflash_offline.train.muon import MasterMuon
 from dflash_offline.train.optimizer import MasterAdamW, learning_rate
 
 
@@ -38,10 +39,14 @@ def test_it_is_torchs_adamw_with_clipping_and_division() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize(("gradient", "denominator"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, 0.0)])
-def test_a_bad_or_empty_update_leaves_no_trace(gradient: float, denominator: float) -> None:
+def test_a_bad_or_empty_update_leaves_no_trace(gradient: float, denominator: float, kind: str) -> None:
     named = parameters()
-    optimizer = MasterAdamW(named, clip=1.0, weight_decay=0.1)
+    if kind == "muon":
+        optimizer = MasterMuon(named, ratio=5.0, clip=1.0, weight_decay=0.1)
+    else:
+        optimizer = MasterAdamW(named, clip=1.0, weight_decay=0.1)
 
     def good_step() -> None:
         for _, parameter in named:

@@ -53,9 +53,12 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_resumed_at_any_step_the_run_ends_bit_identical(accumulate: int, filled: Store, tmp_path: Path) -> None:
-    whole = trainer(filled, tmp_path / "whole", accumulate=accumulate).run()
+@pytest.mark.parametrize(("accumulate", "optimizer"), [(1, "adamw"), (3, "adamw"), (1, "muon")])
+def test_resumed_at_any_step_the_run_ends_bit_identical(
+    accumulate: int, optimizer: str, filled: Store, tmp_path: Path
+) -> None:
+    changes = {"accumulate": accumulate, "optimizer": optimizer}
+    whole = trainer(filled, tmp_path / "whole", **changes).run()
     expected = load_file(whole / "training" / "optimizer.safetensors")
     saved = checkpoints(tmp_path / "whole" / "checkpoints")
     assert len(saved) >= 6
@@ -64,7 +67,7 @@ def test_resumed_at_any_step_the_run_ends_bit_identical(accumulate: int, filled:
         shutil.copytree(tmp_path / "whole", run)
         for later in saved[stop + 1 :]:
             shutil.rmtree(run / "checkpoints" / later.name)
-        last = trainer(filled, run, accumulate=accumulate).run()
+        last = trainer(filled, run, **changes).run()
         assert last.name == whole.name
         for name, tensor in load_file(last / "training" / "optimizer.safetensors").items():
             assert torch.equal(tensor, expected[name]), (stop, name)
@@ -192,6 +195,7 @@ def test_validation_is_the_same_for_every_run_and_epoch(filled: Store, tmp_path:
         folder = tmp_path / f"seed-{seed}"
         run = trainer(filled, folder, lr=1e-30, seed=seed)
         run._drafter.reset(7)  # the same weights under both seeds
+        assert isinstance(run._optimizer, MasterAdamW)
         for master, parameter in zip(run._optimizer.masters, run._drafter.parameters(), strict=True):
             master.copy_(parameter.detach())
         run.run()
