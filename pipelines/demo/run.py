@@ -33,7 +33,7 @@ OVERRIDES = {
     "train.weight_decay": 0.1,
     "train.validate_documents": 12,
 }
-DECODED = 8
+DECODED = 12
 """Held-out documents that are really decoded."""
 
 
