@@ -27,7 +27,7 @@ OVERRIDES = {
     "drafter.block_size": 4,  # what a drafter learns in minutes is worth a short block
     "train.tokens": 576,
     "train.anchors": 160,
-    "train.epochs": 4,
+    "train.epochs": 5,
     "train.lr": 3e-3,
     "train.optimizer": "muon",  # learns most in few updates
     "train.weight_decay": 0.1,
