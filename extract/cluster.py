@@ -64,6 +64,6 @@ def _environment(device: str, workers: int) -> dict[str, str]:
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     if ours and visible:
         visible = ours.split(",")[int(device)].strip()
-    # Dask's default of one OpenMP thread a worker is for many small tasks; here one task fills the machine.
+    # Dask's default of one OpenMP thread a worker is for many small tasks; here the workers share the machine.
     common = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     return {"CUDA_VISIBLE_DEVICES": visible, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **common}

@@ -91,8 +91,9 @@ class _Position:
     heldout: list[str] | None = None
     """Parts with the held-out documents that validation uses."""
     total: int = 0
-    """Updates that the schedule was made for, "epochs" of them."""
+    """Updates that the schedule was made for."""
     epochs: int = 0
+    """`train.epochs` when it was made; another value makes it anew."""
 
 
 def compute_dtype(said: str, device: torch.device) -> torch.dtype:
