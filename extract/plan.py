@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ..store import HELDOUT, TRAIN, Store, part_id
-from ..store.files import rename_whole
-from ..store.format import PLANS, STAGING
+from ..store import HELDOUT, TRAIN, Place, Store, part_id
+from ..store.format import PLANS
+from ..store.place import clear_errors
+from ..store.sums import LIST, sum_files
 from .corpus import Corpus
 from .data import DataError
+
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Plan:
     units: list[Unit]
     batch_tokens: int
 
-    def folder(self, store: Path) -> Path:
-        """Where the plan and its corpus lie in a store."""
-        return store / PLANS / self.key
+    def folder(self, store: Place) -> Path:
+        """A local folder with the plan and its corpus, as a store has them."""
+        return store.fetch(f"{PLANS}/{self.key}")
 
 
 def plan_key(data: dict[str, str], *shaping: object) -> str:
@@ -96,26 +98,27 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> list[slice]:
     return groups
 
 
-def save_plan(store: Path, plan: Plan, corpus: Corpus) -> None:
+def save_plan(store: Place, plan: Plan, corpus: Corpus) -> None:
     """Write plan and corpus into the store, whole or not at all, in place of any other plan."""
-    staged = Path(tempfile.mkdtemp(prefix="plan.", dir=store / STAGING))
+    staged = store.stage("plan")
     try:
-        staged.chmod(0o755)
-        corpus.save(staged)
-        (staged / "plan.json").write_text(json.dumps(asdict(plan)))
-        rename_whole(staged, plan.folder(store))
+        with clear_errors(store):
+            corpus.save(staged)
+            (staged / PLAN).write_text(json.dumps(asdict(plan)))
+            (staged / LIST).write_text(json.dumps(sum_files(staged)))
+        store.commit(staged, f"{PLANS}/{plan.key}", PLAN)
         # An older plan, taken up again, would not know which of its documents this one stored.
-        for other in (store / PLANS).iterdir():
-            if other.name != plan.key:
-                shutil.rmtree(other)
+        for other in store.folders(PLANS):
+            if other != plan.key:
+                store.remove(f"{PLANS}/{other}", PLAN)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def load_plan(store: Path, key: str) -> Plan | None:
+def load_plan(store: Place, key: str) -> Plan | None:
     """The plan of that key, or None when the store has none."""
     try:
-        value = json.loads((store / PLANS / key / "plan.json").read_text())
+        value = json.loads(store.read(f"{PLANS}/{key}/{PLAN}"))
     except FileNotFoundError:
         return None
     return Plan(value["key"], value["data"], [Unit(**unit) for unit in value["units"]], value["batch_tokens"])
@@ -138,7 +141,7 @@ def stored_documents(store: Store, data: dict[str, str], corpus: Corpus) -> np.n
         # Documents of a file that is not among the data now are not lost but simply elsewhere.
         if changed and lost and made_from.keys() <= data.keys():
             raise DataError(
-                f"{changed[0]} has changed since {store.path} was made from it: {len(lost)} documents of part "
+                f"{changed[0]} has changed since {store.place} was made from it: {len(lost)} documents of part "
                 f"{record.id} are no longer in it. Give the new data another [store] path, or restore the file"
             )
     return np.array([int(i) in held for i in corpus.ids], bool)

@@ -5,6 +5,7 @@ Composes the other modules of this folder; prints through the callbacks it is gi
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +14,8 @@ from distributed import Client, Future, KilledWorker, as_completed
 from distributed.worker import get_worker
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..store import HELDOUT, Identity, Store, StoreError, create_store, existing_store, lock_store, write_manifest
-from ..store.format import PARTS
+from ..store import HELDOUT, Identity, Store, StoreError, create_store, existing_store, lock_store, place_of
+from ..store.format import Encoding
 from ..store.head import save_head
 from ..store.progress import Listener
 from .cluster import RESOURCE, local_cluster
@@ -38,6 +39,8 @@ from .target import (
 from .unit import Job, run_unit
 
 PROGRESS = "dflash-progress"
+INDEX_EVERY = 60.0
+"""Seconds between two writings of the store's index while units are under way."""
 
 
 class ExtractSettings(BaseModel):
@@ -51,6 +54,9 @@ class ExtractSettings(BaseModel):
         description="needed only if layer_ids has the target's last layer: before or after the final norm",
     )
     final: bool = Field(True, description="store the input of the LM head too (soft losses need it)")
+    encoding: Encoding = Field(
+        "bf16", description="how states are kept: bf16, or fp8 (e4m3, a scale a token and layer) for half the bytes"
+    )
     unit_tokens: int = Field(32768, ge=1, description="tokens of one unit of work, which is one part of the store")
     batch_tokens: int = Field(16384, ge=1, description="padded tokens of one forward pass")
 
@@ -69,7 +75,7 @@ def prepare(
     data: DataSettings,
     settings: ExtractSettings,
     files: list[Path],
-    store_path: Path,
+    location: str | Path,
     device: str,
     listener: Listener,
 ) -> Prepared:
@@ -77,6 +83,7 @@ def prepare(
 
     Args:
         files: the data files, resolved.
+        location: the store's path, or its address in an object store.
         device: "cpu" or a GPU's number; it decides the dtype where the settings leave it open.
 
     Raises:
@@ -106,14 +113,16 @@ def prepare(
         last_layer=settings.last_layer,
         final=settings.final,
         dtype=dtype,
+        encoding=settings.encoding,
         hidden_size=info.hidden_size,
         num_layers=info.num_layers,
         vocab_size=info.vocab_size,
     )
-    existing_store(store_path, identity)  # refused now, not after an hour of tokenising
+    place = place_of(location)
+    existing_store(place, identity)  # refused now, not after an hour of tokenising
     shaping = (data.model_dump(exclude={"files"}), settings.unit_tokens, settings.batch_tokens)
     key = plan_key(digests, identity.model_dump(mode="json"), *shaping)
-    plan = load_plan(store_path, key)
+    plan = load_plan(place, key)
     corpus = None
     if plan is None:
         # Tokenised before the store exists: bad data must leave nothing behind.
@@ -121,15 +130,15 @@ def prepare(
         listener.say(f"{len(corpus)} documents, {len(corpus.tokens):,} tokens")
         for line in notes.lines():
             listener.say(line)
-    store = create_store(store_path, identity, lambda folder: _fill_head(folder, info))
+    store = create_store(place, identity, lambda folder: _fill_head(folder, info))
     if plan is None:
         assert corpus is not None
-        with lock_store(store_path):
+        with lock_store(place):
             store.refresh()
             done = stored_documents(store, digests, corpus)
             plan = make_plan(key, digests, corpus, done, settings.unit_tokens, settings.batch_tokens)
-            save_plan(store_path, plan, corpus)
-    return Prepared(store, plan, Job(str(store_path), key, str(info.path), dtype, "cpu" if device == "cpu" else "cuda"))
+            save_plan(place, plan, corpus)
+    return Prepared(store, plan, Job(str(place), key, str(info.path), dtype, "cpu" if device == "cpu" else "cuda"))
 
 
 def extract(prepared: Prepared, devices: list[str], listener: Listener) -> Store:
@@ -143,12 +152,12 @@ def extract(prepared: Prepared, devices: list[str], listener: Listener) -> Store
         StoreError: another extraction holds the store, or units failed (all others were done first).
     """
     store = prepared.store
-    with lock_store(store.path):
+    with lock_store(store.place):
         try:
             _run_units(prepared, devices, listener)
         finally:
             store.refresh()
-            write_manifest(store)
+            store.write_index()
     return store
 
 
@@ -164,9 +173,11 @@ def _fill_head(folder: Path, info: TargetInfo) -> None:
 
 def _run_units(prepared: Prepared, devices: list[str], listener: Listener) -> None:
     store, plan, job = prepared.store, prepared.plan, prepared.job
-    corpus = Corpus.load(plan.folder(store.path))
+    corpus = Corpus.load(plan.folder(store.place))
     sizes = {unit.id: int(corpus.lengths[unit.documents].sum()) for unit in plan.units}
-    pending = [unit for unit in plan.units if not (store.path / PARTS / unit.id).is_dir()]
+    store.refresh()
+    done = {part.id for part in store.parts}
+    pending = [unit for unit in plan.units if unit.id not in done]
     total, left = sum(sizes.values()), sum(sizes[unit.id] for unit in pending)
     held = sum(unit.split == HELDOUT for unit in plan.units)
     listener.say(
@@ -183,8 +194,13 @@ def _run_units(prepared: Prepared, devices: list[str], listener: Listener) -> No
             client.submit(_task, job, unit.id, key=unit.id, resources={RESOURCE: 1}, priority=-number, pure=False)
             for number, unit in enumerate(pending)
         ]
+        indexed = time.monotonic()
         for future in as_completed(futures, loop=client.loop):
             _collect(client, future, failures)
+            if time.monotonic() - indexed > INDEX_EVERY:  # for a trainer that reads beside us
+                store.refresh()
+                store.write_index()
+                indexed = time.monotonic()
     if failures:
         raise StoreError(
             f"{len(failures)} of {len(pending)} units failed, the rest is in the store. First: {failures[0]}"

@@ -19,8 +19,9 @@ import torch
 import transformers
 import zarr
 
-from ..store import PartWriter, Store, StoreError, open_store
-from ..store.format import PARTS
+from ..store import PartWriter, States, Store, StoreError, open_store
+from ..store.format import Encoding
+from ..store.fp8 import encode
 from .corpus import Corpus
 from .plan import Plan, Unit, batches, load_plan
 from .target import Dtype, StateCapture, load_model
@@ -48,12 +49,11 @@ def run_unit(job: Job, unit_id: str, progress: Callable[[int], None] = lambda to
         StoreError: states are not finite or all zero (document and layer are named), or the part cannot be written.
         TargetError: the target cannot be loaded.
     """
-    plan, corpus, units = _plan(job.store, job.plan)
+    store, plan, corpus, units = _plan(job.store, job.plan)
     unit = units[unit_id]
     lengths = corpus.lengths[unit.documents]
-    if (Path(job.store) / PARTS / unit.id).is_dir():
+    if store.has(unit.id):
         return int(lengths.sum())
-    store = open_store(Path(job.store))
     capture = _target(job.target, job.dtype, job.device, store.identity.layer_ids, store.identity.last_layer)
     with PartWriter(store, unit.id, lengths.tolist()) as writer:
         for group in batches(lengths.tolist(), plan.batch_tokens):
@@ -62,18 +62,21 @@ def run_unit(job: Job, unit_id: str, progress: Callable[[int], None] = lambda to
             for row, member in enumerate(members):
                 states, ends = hidden[row, : corpus.lengths[member]], final[row, : corpus.lengths[member]]
                 _check(states, ends, store, corpus.places[member])
-                writer.append(_bits(states), _bits(ends) if store.identity.final else None)
+                encoding = store.identity.encoding
+                kept = _encoded(ends[:, None], encoding) if store.identity.final else None
+                writer.append(_encoded(states, encoding), kept)
             progress(int(lengths[group].sum()))
         _commit(writer, unit, corpus, plan, job.device)
     return int(lengths.sum())
 
 
 @lru_cache(maxsize=1)
-def _plan(store: str, key: str) -> tuple[Plan, Corpus, dict[str, Unit]]:
-    plan = load_plan(Path(store), key)
+def _plan(location: str, key: str) -> tuple[Store, Plan, Corpus, dict[str, Unit]]:
+    store = open_store(location)
+    plan = load_plan(store.place, key)
     if plan is None:
-        raise StoreError(f"{store} has no plan {key}")
-    return plan, Corpus.load(plan.folder(Path(store))), {unit.id: unit for unit in plan.units}
+        raise StoreError(f"{location} has no plan {key}")
+    return store, plan, Corpus.load(plan.folder(store.place)), {unit.id: unit for unit in plan.units}
 
 
 @lru_cache(maxsize=1)
@@ -84,27 +87,32 @@ def _target(path: str, dtype: Dtype, device: str, layer_ids: tuple[int, ...], la
 
 
 def _forward(capture: StateCapture, documents: list[np.ndarray], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """States of documents, one a row, padded on the right; on the CPU, bfloat16."""
+    """States of documents, one a row, padded on the right; bfloat16, on the device."""
     ids = torch.zeros(len(documents), max(map(len, documents)), dtype=torch.int64)
     for row, document in enumerate(documents):
         ids[row, : len(document)] = torch.from_numpy(document)
     hidden, final = capture(ids.to(device), use_cache=False)
-    return hidden.cpu(), final.cpu()
+    return hidden, final
 
 
 def _check(states: torch.Tensor, final: torch.Tensor, store: Store, place: str) -> None:
-    for layer, values in [
-        *zip(store.identity.layer_ids, states.unbind(1), strict=True),
-        ("final", final),
-    ]:
-        if not torch.isfinite(values).all():
+    both = torch.cat([states, final[:, None]], 1).transpose(0, 1).flatten(1)
+    names = [*store.identity.layer_ids, "final"]
+    # One transfer a document: on a GPU each answer that is asked for by itself waits for everything before it.
+    for layer, finite, some in zip(names, *torch.stack([both.isfinite().all(1), both.any(1)]).tolist(), strict=True):
+        if not finite:
             raise StoreError(f"{place}: the states of layer {layer} are not finite; nothing of its unit was committed")
-        if not values.any():
+        if not some:
             raise StoreError(f"{place}: the states of layer {layer} are all zero; nothing of its unit was committed")
 
 
-def _bits(states: torch.Tensor) -> np.ndarray:
-    return states.contiguous().view(torch.int16).numpy().view(np.uint16)
+def _encoded(states: torch.Tensor, encoding: Encoding) -> States:
+    """States `[n, layers, H]` as the store has them, on the CPU."""
+    by_layer = states.transpose(0, 1).contiguous()
+    if encoding == "fp8":
+        codes, scales = encode(by_layer)
+        return States(codes.cpu().numpy(), scales.cpu().numpy())
+    return States(by_layer.view(torch.int16).cpu().numpy().view(np.uint16))
 
 
 def _commit(writer: PartWriter, unit: Unit, corpus: Corpus, plan: Plan, device: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from .store_cli import Json, print_json, store_app
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,12 +17,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train DFlash drafters for Qwen targets from hidden states kept in a Zarr store.",
 )
-store_app = typer.Typer(no_args_is_help=True, help="Look into a hidden-state store.")
 app.add_typer(store_app, name="store")
 
 Gpus = Annotated[str, typer.Option(help="devices: 0-4, or 0,2,5-7, or all, or cpu")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a setting: section.key=value")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON only")]
 
 
 @app.command()
@@ -52,7 +51,7 @@ def extract(gpus: Gpus = "all", set_: Set = None) -> None:
     with reporting("extract", "tokens") as listener:
         store = run_extract(Path.cwd(), settings, devices, listener)
     documents = sum(part.documents for part in store.parts)
-    console.print(f"{store.path}: {documents:,} documents, {store.tokens:,} tokens in {len(store.parts)} parts")
+    console.print(f"{store.place}: {documents:,} documents, {store.tokens:,} tokens in {len(store.parts)} parts")
 
 
 @app.command()
@@ -98,7 +97,7 @@ def evaluate(
             documents=documents,
             listener=listener,
         )
-    _print_json(result) if json_ else show_evaluation(result)
+    print_json(result) if json_ else show_evaluation(result)
 
 
 @app.command()
@@ -111,26 +110,6 @@ def demo(
     from .devices import choose_devices
 
     run(out, choose_devices(gpus))
-
-
-@store_app.command("info")
-def info(
-    path: Annotated[Path | None, typer.Argument(help="the store; by default the one dflash.toml names")] = None,
-    json_: Json = False,
-) -> None:
-    """What is in a store: documents, tokens, bytes, layers, identity."""
-    from .config import load_settings
-    from .show import show_store
-    from .stages import store_info, store_path
-
-    if path is None:
-        path = store_path(Path.cwd(), load_settings(Path.cwd(), []))
-    found = store_info(path)
-    _print_json(found) if json_ else show_store(found)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
 
 
 def main() -> None:

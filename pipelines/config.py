@@ -16,15 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..extract.corpus import DataSettings
 from ..extract.run import ExtractSettings
 from ..extract.target import TargetSettings
-from ..store import DflashError
 from ..train.drafter import DrafterSettings
 from ..train.trainer import TrainSettings
-
-FILE = "dflash.toml"
-
-
-class ConfigError(DflashError):
-    """A configuration that cannot be used; the message names file and key."""
+from .location import FILE, STORE_PATH, ConfigError, read_toml
 
 
 class StoreSettings(BaseModel):
@@ -32,7 +26,7 @@ class StoreSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    path: str = Field("states", description="folder of the hidden-state store")
+    path: str = Field(STORE_PATH, description="folder of the hidden-state store, or its address: s3://bucket/prefix")
 
 
 class Settings(BaseModel):
@@ -65,14 +59,7 @@ def load_settings(folder: Path, overrides: Sequence[str]) -> Settings:
         ConfigError: no such file, not TOML, an unknown key (the nearest valid one is named) or a value that does not
         fit.
     """
-    path = folder / FILE
-    try:
-        values = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"there is no {FILE} in {folder}: run `dflash init` there first") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    return make_settings(values, overrides, str(path))
+    return make_settings(read_toml(folder), overrides, str(folder / FILE))
 
 
 def make_settings(values: dict[str, Any], overrides: Sequence[str], origin: str) -> Settings:

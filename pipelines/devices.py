@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from .config import ConfigError
+from .location import ConfigError
 
 
 def parse_gpus(text: str, available: int) -> list[str]:

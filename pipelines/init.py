@@ -11,7 +11,8 @@ from typing import Any
 
 from ..extract.data import DataError, read_rows
 from ..extract.target import TargetInfo, default_layer_ids, inspect, load_tokenizer, locate
-from .config import FILE, ConfigError, make_settings, parse_overrides, write_settings
+from .config import make_settings, parse_overrides, write_settings
+from .location import FILE, ConfigError
 
 
 def init(

@@ -56,24 +56,6 @@ def show_agreement(decoding: dict[str, Any]) -> None:
     )
 
 
-def show_store(info: dict[str, Any]) -> None:
-    """The result of `dflash store info`."""
-    identity = info["identity"]
-    table = Table(title=info["path"], show_header=False)
-    for split, counts in info["splits"].items():
-        table.add_row(
-            split,
-            f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, "
-            f"{counts['supervised_tokens']:,} supervised",
-        )
-    table.add_row("parts", f"{info['parts']:,}")
-    table.add_row("size", _bytes(info["bytes"]))
-    table.add_row("documents by tag", ", ".join(f"{tag} {count:,}" for tag, count in info["tags"].items()))
-    for key, value in identity.items():
-        table.add_row(key, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
-    console.print(table)
-
-
 def number(value: float | None) -> str:
     """Two decimals, or a dash."""
     return "-" if value is None else f"{value:.2f}"
@@ -85,11 +67,3 @@ def _share(value: float | None) -> str:
 
 def _all(count: int, total: int) -> str:
     return f"all {total}" if count == total else f"{count} of {total}"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..store import Store, open_store
 from ..store.progress import SILENT, Listener
-from .config import ConfigError, Settings
+from .config import Settings
+from .location import ConfigError, located
 
 
 def target_path(folder: Path, settings: Settings) -> str:
@@ -21,9 +22,9 @@ def target_path(folder: Path, settings: Settings) -> str:
     return str(local) if local.exists() else settings.target.path
 
 
-def store_path(folder: Path, settings: Settings) -> Path:
-    """The store's folder."""
-    return folder / Path(settings.store.path).expanduser()
+def store_location(folder: Path, settings: Settings) -> str:
+    """The store's path, or its address in an object store."""
+    return located(folder, settings.store.path)
 
 
 def run_extract(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Store:
@@ -32,7 +33,7 @@ def run_extract(folder: Path, settings: Settings, devices: list[str], listener: 
 
     files = [folder / Path(name).expanduser() for name in settings.data.files]
     target = settings.target.model_copy(update={"path": target_path(folder, settings)})
-    where = store_path(folder, settings)
+    where = store_location(folder, settings)
     prepared = prepare(target, settings.data, settings.extract, files, where, devices[0], listener)
     return extract(prepared, devices, listener)
 
@@ -49,7 +50,7 @@ def run_train(folder: Path, settings: Settings, devices: list[str], listener: Li
         raise ConfigError(
             "a run trains on one device for now: name one GPU, and start one run a GPU for several drafters"
         )
-    store = open_store(store_path(folder, settings))
+    store = open_store(store_location(folder, settings))
     run = folder / Path(settings.train.run).expanduser()
     return Trainer(store, settings.drafter, settings.train, run, torch_device(devices[0]), listener).run()
 
@@ -80,19 +81,19 @@ def run_evaluate(
     from ..train.evaluate.report import evaluate_decoding, evaluate_states
     from ..train.trainer import compute_dtype
 
-    store = open_store(store_path(folder, settings))
+    store = open_store(store_location(folder, settings))
     checkpoint = checkpoint or last_checkpoint(folder, settings)
     where = torch_device(device)
     drafter, config = load_drafter(checkpoint, compute_dtype(settings.train.dtype, where), where)
     trained = check_belongs(config, store, checkpoint)
     heldout = store.documents(HELDOUT)
     if not len(heldout):
-        raise ConfigError(f"the store {store.path} holds no held-out documents: extract with data.heldout above 0")
-    head = load_head(store.path)
+        raise ConfigError(f"the store {store.place} holds no held-out documents: extract with data.heldout above 0")
+    head = load_head(store)
     budget = settings.train.tokens
     result: dict[str, Any] = {
         "checkpoint": str(checkpoint),
-        "store": str(store.path),
+        "store": str(store.place),
         "rendering": store.identity.rendering,
         "rendering_trained": trained.get("rendering"),
         "block_size": drafter.settings.block_size,
@@ -123,7 +124,7 @@ def check_belongs(config: dict[str, Any], store: Store, checkpoint: Path) -> dic
         # Other makers' drafters leave some of these out.
         if value is not None and value != getattr(identity, field):
             raise ConfigError(
-                f"the drafter {checkpoint} was trained for another target than the store {store.path} holds "
+                f"the drafter {checkpoint} was trained for another target than the store {store.place} holds "
                 f"({field} differs)"
             )
     return nested
@@ -141,7 +142,7 @@ def decoding_target(folder: Path, settings: Settings, store: Store, device: str)
     path = locate(target_path(folder, settings))
     identity = store.identity
     if weights_hash(path) != identity.target_weights:
-        raise ConfigError(f"target {path} has other weights than the one the store {store.path} was made with")
+        raise ConfigError(f"target {path} has other weights than the one the store {store.place} was made with")
     model = load_model(path, identity.dtype, "cpu" if device == "cpu" else f"cuda:{device}")
     ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -169,28 +170,3 @@ def torch_device(device: str) -> Any:
     import torch
 
     return torch.device("cpu" if device == "cpu" else f"cuda:{device}")
-
-
-def store_info(path: Path) -> dict[str, Any]:
-    """What is in a store, from its manifest and identity."""
-    store = open_store(path)
-    tags: dict[str, int] = {}
-    for part in store.parts:
-        for tag, count in part.tags.items():
-            tags[tag] = tags.get(tag, 0) + count
-    splits = {
-        split: {
-            "documents": sum(part.documents for part in store.parts if part.split == split),
-            "tokens": sum(part.tokens for part in store.parts if part.split == split),
-            "supervised_tokens": sum(part.supervised for part in store.parts if part.split == split),
-        }
-        for split in ("train", "heldout")
-    }
-    return {
-        "path": str(path),
-        "parts": len(store.parts),
-        "splits": splits,
-        "bytes": store.bytes_on_disk(),
-        "tags": dict(sorted(tags.items())),
-        "identity": store.identity.model_dump(mode="json"),
-    }

@@ -1,13 +1,17 @@
 """The hidden-state store: its format, its writer, its reader, and the packed batches a trainer reads from it.
 
-Knows nothing of targets, drafters or training. Both stages import it; it imports neither.
+Knows nothing of targets, drafters or training. Both stages import it; it imports neither. Opening a store loads neither
+torch nor zarr-python, so that looking into one is quick.
 """
 
-from .batches import Batch, BatchStream, pack
+from .batches import pack, share, shuffled
 from .format import HELDOUT, TRAIN, DflashError, Identity, PartRecord, StoreError, part_id
 from .head import Head, load_head
+from .place import Place, place_of
+from .prefetch import Batch, BatchStream, Fetcher
 from .reader import Documents, Store, open_store
-from .writer import PartWriter, create_store, existing_store, lock_store, write_manifest
+from .states import States
+from .writer import PartWriter, create_store, existing_store, lock_store
 
 __all__ = [
     "HELDOUT",
@@ -16,10 +20,13 @@ __all__ = [
     "BatchStream",
     "DflashError",
     "Documents",
+    "Fetcher",
     "Head",
     "Identity",
     "PartRecord",
     "PartWriter",
+    "Place",
+    "States",
     "Store",
     "StoreError",
     "create_store",
@@ -29,5 +36,7 @@ __all__ = [
     "open_store",
     "pack",
     "part_id",
-    "write_manifest",
+    "place_of",
+    "share",
+    "shuffled",
 ]

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-FORMAT = 1
+FORMAT = 2
 CHUNK_TOKENS = 256
 """Rows of one chunk: 256 tokens of one layer."""
 SHARD_BYTES = 1 << 30
@@ -22,13 +22,24 @@ TRAIN = "train"
 
 ROOT_KEY = "dflash"
 """The attribute, of the root group and of each part, that holds what this project writes."""
+FILES_KEY = "dflash_files"
+"""The attribute that lists what else belongs to a part or to the store: size and crc32c of each file."""
+SEAL_KEY = "dflash_seal"
+"""The attribute with the crc32c of the two above."""
 PARTS = "parts"
+"""Folder of the committed parts in a new store; after `prune` the root names another, `parts-1` and so on."""
 META = "meta"
+RECORD = "zarr.json"
+"""A group's own file. It is committed last, and holds the record in its attributes."""
 MANIFEST = "meta/manifest.json"
+DOCUMENTS = "meta/documents.safetensors"
 HEAD = "meta/head"
 STAGING = "meta/staging"
 PLANS = "meta/plans"
 LOCK = "meta/extract.lock"
+
+
+Encoding = Literal["bf16", "fp8"]
 
 
 class DflashError(Exception):
@@ -57,7 +68,7 @@ class Identity(BaseModel):
     final: bool
     dtype: Literal["float32", "bfloat16"]
     """What the target computed in; the states are kept in `encoding` whatever it was."""
-    encoding: Literal["bf16"] = "bf16"
+    encoding: Encoding = "bf16"
     hidden_size: int
     num_layers: int
     vocab_size: int

@@ -9,13 +9,13 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from typing import TYPE_CHECKING, Any
 
 from .format import HEAD, StoreError
+from .reader import Store
+
+if TYPE_CHECKING:
+    import torch  # loaded where tensors are read: looking into a store need not wait for it
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -61,6 +61,8 @@ class Head:
 
 def save_head(folder: Path, target: Path, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
     """Write a head folder from a target's folder and its two matrices (`lm_head` None: tied to the embedding)."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     tensors = {EMBEDDING: embedding.contiguous()}
     if lm_head is not None:
@@ -71,13 +73,16 @@ def save_head(folder: Path, target: Path, embedding: torch.Tensor, lm_head: torc
             shutil.copyfile(target / name, folder / name)
 
 
-def load_head(store: Path) -> Head:
-    """Load the head of the store at `store`, on the CPU.
+def load_head(store: Store) -> Head:
+    """Load the head of a store, on the CPU.
 
     Raises:
         StoreError: the head is missing or has not both ends.
     """
-    folder = store / HEAD
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = store.place.fetch(HEAD)
     try:
         tensors = load_file(folder / WEIGHTS)
         config = json.loads((folder / "config.json").read_text())

@@ -1,22 +1,29 @@
-"""Rows of 16-bit states in shards: a writer that streams chunks to a file, and the reader that mirrors it.
+"""Rows of states in shards: a writer that streams chunks to a file, and the reader that mirrors it.
 
-One array is `[tokens, layers, H]` or `[tokens, H]` of uint16 bit patterns. A shard file is chunks of 256 tokens of one
-layer, in order (tokens first, then layers), then Zarr's index of them: one (offset, length) pair of little-endian
-uint64 a chunk, and the index's crc32c. The index stands at the end because a file cut short then always fails to open.
-zarr-python writes the array's metadata and can read everything; the bytes are written and read here.
+One array is `[tokens, layers, H]` or `[tokens, H]`. A shard file is chunks of 256 tokens of one layer, in order (tokens
+first, then layers), then Zarr's index of them: one (offset, length) pair of little-endian uint64 a chunk, and the
+index's crc32c. The index stands at the end because a file cut short then always fails to open. zarr-python writes the
+array's metadata and can read everything; the bytes are written and read here.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import zarr
 from crc32c import crc32c
 
-from .format import CHUNK_TOKENS, SHARD_BYTES, StoreError
+from .format import CHUNK_TOKENS, SHARD_BYTES, Encoding, StoreError
+from .place import Blob, Place
+from .states import States, chunk_bytes, empty_states, token_bytes, value_dtype
+
+if TYPE_CHECKING:
+    import zarr
 
 
 class RowsWriter:
@@ -29,13 +36,23 @@ class RowsWriter:
         tokens: rows that will be appended in all.
         layers: size of the middle axis, or None for `[tokens, H]`.
         width: H.
+        encoding: how the rows come.
     """
 
-    def __init__(self, group: zarr.Group, folder: Path, name: str, tokens: int, layers: int | None, width: int) -> None:
+    def __init__(
+        self,
+        group: zarr.Group,
+        folder: Path,
+        name: str,
+        tokens: int,
+        layers: int | None,
+        width: int,
+        encoding: Encoding = "bf16",
+    ) -> None:
         inner = () if layers is None else (layers,)
         unit = () if layers is None else (1,)
-        chunk_bytes = CHUNK_TOKENS * (layers or 1) * width * 2
-        rows = max(1, SHARD_BYTES // chunk_bytes)
+        self._chunk_bytes = chunk_bytes(encoding, width)
+        rows = max(1, SHARD_BYTES // (self._chunk_bytes * (layers or 1)))
         # A small part gets a shard of its own size: the index of a full one would be mostly empty.
         self._chunks_per_shard = min(rows, max(1, -(-tokens // CHUNK_TOKENS)))
         group.create_array(
@@ -44,6 +61,7 @@ class RowsWriter:
             shards=(self._chunks_per_shard * CHUNK_TOKENS, *inner, width),
             chunks=(CHUNK_TOKENS, *unit, width),
             dtype="uint16",
+            serializer=_serializer(encoding),
             compressors=None,
             filters=None,
             fill_value=0,
@@ -51,149 +69,328 @@ class RowsWriter:
         )
         self._folder = folder / name / "c"
         self._tail = ["0"] * (1 + len(inner))
-        self._name, self._tokens, self._layers, self._width = name, tokens, layers, width
-        self._buffer = np.zeros((layers or 1, CHUNK_TOKENS, width), np.uint16)
+        self._name, self._tokens, self._layers = name, tokens, layers or 1
+        self._pending = empty_states(encoding, self._layers, CHUNK_TOKENS, width)
         self._filled = 0
         self._written = 0
         self._shard = 0
-        self._file: BinaryIO | None = None
+        self._descriptor: int | None = None
         self._index: list[tuple[int, int]] = []
         self._checksums: list[int] = []
 
-    def append(self, rows: np.ndarray) -> None:
-        """Append rows `[n, layers, H]` (or `[n, H]`), uint16."""
-        rows = rows.reshape(rows.shape[0], self._layers or 1, self._width)
+    def append(self, states: States) -> None:
+        """Append rows. Whole chunks are written from where they are; what is left over is kept for the next."""
         at = 0
-        while at < rows.shape[0]:
-            take = min(CHUNK_TOKENS - self._filled, rows.shape[0] - at)
-            self._buffer[:, self._filled : self._filled + take] = rows[at : at + take].swapaxes(0, 1)
-            self._filled += take
+        while at < len(states):
+            take = min(CHUNK_TOKENS - self._filled, len(states) - at)
+            piece = states.rows(at, at + take)
             at += take
+            if take == CHUNK_TOKENS:
+                self._write(piece, take)
+                continue
+            _copy(piece, self._pending.rows(self._filled, self._filled + take))
+            self._filled += take
             if self._filled == CHUNK_TOKENS:
-                self._flush()
+                self._write(self._pending, CHUNK_TOKENS)
+                self._filled = 0
 
     def close(self) -> np.ndarray:
         """Write what is left and the last index. Returns the crc32c of every chunk, `[chunks, layers]`, uint32."""
         if self._filled:
-            self._buffer[:, self._filled :] = 0
-            self._flush()
-        if self._file is not None:
+            rest = self._pending.rows(self._filled, CHUNK_TOKENS)
+            rest.values[:] = 0
+            if rest.scales is not None:
+                rest.scales[:] = 0
+            self._write(self._pending, self._filled)
+        if self._descriptor is not None:
             self._end_shard()
         if self._written != self._tokens:
             raise StoreError(f"array {self._name}: {self._written} rows were written where {self._tokens} were due")
-        return np.array(self._checksums, np.uint32).reshape(-1, self._layers or 1)
+        return np.array(self._checksums, np.uint32).reshape(-1, self._layers)
 
-    def _flush(self) -> None:
-        if self._file is None:
+    def abandon(self) -> None:
+        """Close the file, whatever state it is in."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self, chunk: States, rows: int) -> None:
+        """Write 256 rows of every layer, `rows` of them real."""
+        if self._descriptor is None:
             path = self._folder.joinpath(str(self._shard), *self._tail)
             path.parent.mkdir(parents=True)
-            self._file = path.open("xb")
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             self._index = []
-        for layer in self._buffer:
-            self._index.append((self._file.tell(), layer.nbytes))
-            self._checksums.append(crc32c(layer.data))
-            self._file.write(layer.data)
-        self._written += self._filled
-        self._filled = 0
-        if len(self._index) == self._chunks_per_shard * (self._layers or 1):
+        views: list[memoryview] = []
+        for layer in range(self._layers):
+            views.append(_bytes(chunk.values[layer]))
+            checksum = crc32c(views[-1])
+            if chunk.scales is not None:
+                views.append(_bytes(chunk.scales[layer]))
+                checksum = crc32c(views[-1], checksum)
+            self._checksums.append(checksum)
+            self._index.append((len(self._index) * self._chunk_bytes, self._chunk_bytes))
+        _write_all(self._descriptor, views)
+        self._written += rows
+        if len(self._index) == self._chunks_per_shard * self._layers:
             self._end_shard()
 
     def _end_shard(self) -> None:
-        assert self._file is not None
-        missing = self._chunks_per_shard * (self._layers or 1) - len(self._index)
+        assert self._descriptor is not None
+        missing = self._chunks_per_shard * self._layers - len(self._index)
         absent = np.iinfo(np.uint64).max  # Zarr's mark of a chunk that was never written
         pairs = [*self._index, *[(absent, absent)] * missing]
         index = np.array(pairs, "<u8").tobytes()
-        self._file.write(index + int(crc32c(index)).to_bytes(4, "little"))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._file = None
+        _write_all(self._descriptor, [memoryview(index + int(crc32c(index)).to_bytes(4, "little"))])
+        os.fsync(self._descriptor)
+        self.abandon()
         self._shard += 1
 
 
-class RowsReader:
-    """Reads runs of rows of some layers straight from the shard files.
+class RowsReader(Protocol):
+    """Reads rows of one array. Several threads may read at a time."""
 
-    Each chunk's checksum is compared the first time this reader touches it; a missing chunk is an error, never zeros.
+    tokens: int
 
-    Args:
-        folder: the array's folder.
-        checksums: `[chunks, layers]` uint32, as `RowsWriter.close` returned them.
-    """
-
-    def __init__(self, folder: Path, checksums: np.ndarray) -> None:
-        array = zarr.open_array(str(folder), mode="r")
-        assert array.shards is not None
-        self.tokens = array.shape[0]
-        self.layers = array.shape[1] if array.ndim == 3 else 1
-        self.width = array.shape[-1]
-        if array.dtype != np.uint16 or array.chunks[0] != CHUNK_TOKENS:
-            raise StoreError(f"{folder}: not an array of plain 16-bit states in chunks of {CHUNK_TOKENS} tokens")
-        self._chunks_per_shard = array.shards[0] // CHUNK_TOKENS
-        self._tail = ["0"] * (array.ndim - 1)
-        self._folder = folder
-        self._checksums = checksums
-        self._touched = np.zeros(checksums.shape, bool)
-        self._files: dict[int, tuple[int, np.ndarray]] = {}
-
-    def read(self, start: int, stop: int, layers: tuple[int, ...], out: np.ndarray) -> None:
-        """Read rows `start..stop` of the given layer *indices* into `out`, `[len(layers), stop - start, H]` uint16.
+    def read_piece(self, chunk: int, layer: int, low: int, high: int, out: States) -> None:
+        """Read rows `low..high` of a chunk of one layer (an index) into `out`, `[1, high - low, H]`.
 
         Raises:
-            StoreError: a shard is missing or cut short, a chunk is absent, or its checksum does not agree.
+            StoreError: the chunk is missing, cut short or damaged; it is named.
         """
-        for chunk in range(start // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS)):
-            first = chunk * CHUNK_TOKENS
-            low, high = max(start, first), min(stop, first + CHUNK_TOKENS)
-            for row, layer in enumerate(layers):
-                self._read_piece(chunk, layer, low - first, high - first, out[row, low - start : high - start])
+        ...
+
+    def check(self, chunk: int, layer: int) -> None:
+        """Compare a chunk's checksum, whether that was done before or not, and keep none of it. Raises StoreError."""
+        ...
 
     def close(self) -> None:
-        """Close the shard files."""
-        for descriptor, _ in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        """Let go of files; reading opens them again, and remembers what was checked."""
+        ...
 
-    def _read_piece(self, chunk: int, layer: int, low: int, high: int, out: np.ndarray) -> None:
+
+class Piece(NamedTuple):
+    """A part of one chunk that somebody wants, and where it is to go."""
+
+    reader: RowsReader
+    chunk: int
+    layer: int
+    low: int
+    high: int
+    out: States
+
+    def read(self) -> None:
+        """Read it."""
+        self.reader.read_piece(self.chunk, self.layer, self.low, self.high, self.out)
+
+
+def pieces(reader: RowsReader, start: int, stop: int, layers: tuple[int, ...], out: States) -> Iterator[Piece]:
+    """What to read for rows `start..stop` of some layers (indices) into `out`, `[len(layers), stop - start, H]`."""
+    for chunk in range(start // CHUNK_TOKENS, -(-stop // CHUNK_TOKENS)):
+        first = chunk * CHUNK_TOKENS
+        low, high = max(start, first), min(stop, first + CHUNK_TOKENS)
+        rows = out.rows(low - start, high - start)
+        for place, layer in enumerate(layers):
+            scales = None if rows.scales is None else rows.scales[place : place + 1]
+            one = States(rows.values[place : place + 1], scales)
+            yield Piece(reader, chunk, layer, low - first, high - first, one)
+
+
+def open_rows(place: Place, key: str, checksums: np.ndarray, encoding: Encoding) -> RowsReader:
+    """Open the array at `key`: by byte ranges if it lies as `RowsWriter` writes it, else through zarr-python.
+
+    Raises:
+        StoreError: it is missing, or is no array of states.
+    """
+    try:
+        metadata = json.loads(place.read(f"{key}/zarr.json"))
+        if _is_plain(metadata, encoding):
+            return ShardRows(place, key, metadata, checksums, encoding)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, IndexError):
+        raise StoreError(f"{place}/{key} has lost its metadata: the part is not whole") from None
+    from .foreign import ZarrRows
+
+    return ZarrRows(place, key, checksums, encoding)
+
+
+class ShardRows:
+    """Reads byte ranges of plain shards, straight to where they are wanted.
+
+    Each chunk's checksum is compared the first time it is touched; then only the rows that are wanted are read.
+    """
+
+    def __init__(
+        self, place: Place, key: str, metadata: dict[str, Any], checksums: np.ndarray, encoding: Encoding
+    ) -> None:
+        shape, shard = metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        self.tokens = shape[0]
+        self._layers = shape[1] if len(shape) == 3 else 1
+        self._width = shape[-1]
+        self._tail = "/0" * (len(shape) - 1)
+        self._chunks_per_shard = shard[0] // CHUNK_TOKENS
+        self._place, self._key, self._checksums = place, key, checksums
+        self._chunk_bytes = chunk_bytes(encoding, self._width)
+        self._value_bytes = self._width * value_dtype(encoding).itemsize
+        self._scale_bytes = token_bytes(encoding, self._width) - self._value_bytes
+        chunks = -(-self.tokens // CHUNK_TOKENS)
+        if checksums.shape != (chunks, self._layers):
+            raise StoreError(f"{place}/{key}: there are not as many checksums as chunks: the part is not whole")
+        self._touched = np.zeros(checksums.shape, bool)
+        self._lock = threading.Lock()
+        self._blobs: dict[int, tuple[Blob, np.ndarray]] = {}
+
+    def read_piece(self, chunk: int, layer: int, low: int, high: int, out: States) -> None:
+        """See `RowsReader`."""
         shard, within = divmod(chunk, self._chunks_per_shard)
-        descriptor, index = self._open(shard)
-        offset, length = (int(x) for x in index[within * self.layers + layer])
-        row_bytes = self.width * 2
-        if length != CHUNK_TOKENS * row_bytes:
-            raise StoreError(f"{self._folder}: chunk {chunk} of layer index {layer} is absent")
-        if self._touched[chunk, layer]:
-            self._fill(descriptor, offset + low * row_bytes, out, chunk)
-            return
-        whole = np.empty((CHUNK_TOKENS, self.width), np.uint16)
-        self._fill(descriptor, offset, whole, chunk)
-        if crc32c(whole.data) != int(self._checksums[chunk, layer]):
+        blob, index = self._open(shard)
+        offset, length = (int(x) for x in index[within * self._layers + layer])
+        if length != self._chunk_bytes:
+            raise StoreError(f"{self._place}/{self._key}: chunk {chunk} of layer index {layer} is absent")
+        wanted = self._segments(low, high, out)
+        try:
+            if self._touched[chunk, layer]:
+                for start, size, view in wanted:
+                    if view is not None and size:
+                        blob.read_into(view, offset + start)
+                return
+            checksum = self._read_and_sum(blob, offset, wanted)
+        except EOFError:
+            raise StoreError(f"{self._place}/{self._key}: the shard of chunk {chunk} is cut short") from None
+        if checksum != int(self._checksums[chunk, layer]):
             raise StoreError(
-                f"{self._folder}: checksum of chunk {chunk}, layer index {layer} does not agree: the file is damaged"
+                f"{self._place}/{self._key}: checksum of chunk {chunk}, layer index {layer} does not agree: "
+                "the file is damaged"
             )
         self._touched[chunk, layer] = True
-        out[:] = whole[low:high]
 
-    def _fill(self, descriptor: int, offset: int, out: np.ndarray, chunk: int) -> None:
-        view = out.data.cast("B")
-        while view:
-            count = os.preadv(descriptor, [view], offset)
-            if count == 0:
-                raise StoreError(f"{self._folder}: the shard of chunk {chunk} is cut short")
-            view, offset = view[count:], offset + count
+    def check(self, chunk: int, layer: int) -> None:
+        """See `RowsReader`."""
+        nothing = States(np.empty((1, 0, self._width), np.uint8), np.empty((1, 0), np.float32))
+        self._touched[chunk, layer] = False
+        self.read_piece(chunk, layer, 0, 0, nothing)
 
-    def _open(self, shard: int) -> tuple[int, np.ndarray]:
-        if shard not in self._files:
-            path = self._folder.joinpath("c", str(shard), *self._tail)
-            entries = self._chunks_per_shard * self.layers
-            try:
-                descriptor = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                raise StoreError(f"{path} is missing: the part is not whole") from None
-            size = os.fstat(descriptor).st_size
-            raw = os.pread(descriptor, entries * 16 + 4, max(0, size - entries * 16 - 4))
-            if len(raw) != entries * 16 + 4 or crc32c(raw[:-4]) != int.from_bytes(raw[-4:], "little"):
-                os.close(descriptor)
-                raise StoreError(f"{path}: the shard's index does not agree with its checksum: the file is damaged")
-            self._files[shard] = descriptor, np.frombuffer(raw[:-4], "<u8").reshape(entries, 2)
-        return self._files[shard]
+    def close(self) -> None:
+        """See `RowsReader`."""
+        with self._lock:
+            self._blobs = {}
+
+    def _segments(self, low: int, high: int, out: States) -> list[tuple[int, int, memoryview | None]]:
+        """The chunk's bytes in order: (start, size, where they are wanted, or None)."""
+        found = _cut(0, self._value_bytes, low, high, _target(out.values[0]))
+        if self._scale_bytes:
+            assert out.scales is not None
+            found += _cut(CHUNK_TOKENS * self._value_bytes, self._scale_bytes, low, high, _target(out.scales[0]))
+        return found
+
+    def _read_and_sum(self, blob: Blob, offset: int, segments: list[tuple[int, int, memoryview | None]]) -> int:
+        """Read a whole chunk block by block, each summed while the cache still has it; returns its crc32c."""
+        scratch = _scratch(blob.block)
+        checksum = 0
+        for start, size, view in segments:
+            for at in range(0, size, blob.block):
+                count = min(blob.block, size - at)
+                block = scratch[:count] if view is None else view[at : at + count]
+                blob.read_into(block, offset + start + at)
+                checksum = crc32c(block, checksum)
+        return checksum
+
+    def _open(self, shard: int) -> tuple[Blob, np.ndarray]:
+        with self._lock:
+            if shard not in self._blobs:
+                self._blobs[shard] = self._open_shard(shard)
+            return self._blobs[shard]
+
+    def _open_shard(self, shard: int) -> tuple[Blob, np.ndarray]:
+        key = f"{self._key}/c/{shard}{self._tail}"
+        try:
+            blob = self._place.open(key)
+        except FileNotFoundError:
+            raise StoreError(f"{self._place}/{key} is missing: the part is not whole") from None
+        raw = bytearray(self._chunks_per_shard * self._layers * 16 + 4)
+        try:
+            blob.read_into(memoryview(raw), max(0, blob.size - len(raw)))
+            whole = crc32c(raw[:-4]) == int.from_bytes(raw[-4:], "little")
+        except EOFError:
+            whole = False
+        if not whole:
+            raise StoreError(
+                f"{self._place}/{key}: the shard's index does not agree with its checksum: "
+                "the file is damaged or cut short"
+            )
+        return blob, np.frombuffer(raw[:-4], "<u8").reshape(-1, 2)
+
+
+def _is_plain(metadata: dict[str, Any], encoding: Encoding) -> bool:
+    """Whether an array's metadata is just what `RowsWriter` makes."""
+    shape = metadata["shape"]
+    (codec,) = metadata["codecs"][:1]
+    settings = codec.get("configuration", {})
+    unit = [CHUNK_TOKENS, *[1] * (len(shape) - 2), shape[-1]]
+    serializer = {"bf16": "bytes", "fp8": "dflash.fp8"}[encoding]
+    return (
+        metadata["data_type"] == "uint16"
+        and len(metadata["codecs"]) == 1
+        and codec["name"] == "sharding_indexed"
+        and settings["chunk_shape"] == unit
+        and [c["name"] for c in settings["codecs"]] == [serializer]
+        and settings["codecs"][0].get("configuration", {}).get("endian", "little") == "little"
+        and settings["index_location"] == "end"
+        and [c["name"] for c in settings["index_codecs"]] == ["bytes", "crc32c"]
+        and metadata["chunk_grid"]["configuration"]["chunk_shape"][1:] == shape[1:]
+        and metadata["chunk_key_encoding"]["name"] == "default"
+        and metadata["chunk_key_encoding"].get("configuration", {}).get("separator", "/") == "/"
+    )
+
+
+def _serializer(encoding: Encoding) -> Any:
+    if encoding == "bf16":
+        from zarr.codecs import BytesCodec
+
+        return BytesCodec()
+    from .codec import Fp8Codec
+
+    return Fp8Codec()
+
+
+def _cut(base: int, row: int, low: int, high: int, view: memoryview) -> list[tuple[int, int, memoryview | None]]:
+    return [
+        (base, low * row, None),
+        (base + low * row, (high - low) * row, view),
+        (base + high * row, (CHUNK_TOKENS - high) * row, None),
+    ]
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array, without a copy; of another, a copy."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _target(array: np.ndarray) -> memoryview:
+    if not array.flags.c_contiguous:
+        raise ValueError("rows are read into contiguous memory only")
+    return _bytes(array)
+
+
+def _copy(source: States, target: States) -> None:
+    target.values[:] = source.values
+    if target.scales is not None:
+        target.scales[:] = source.scales
+
+
+_own = threading.local()
+
+
+def _scratch(size: int) -> memoryview:
+    """This thread's buffer for bytes that are only summed."""
+    if len(getattr(_own, "scratch", b"")) < size:
+        _own.scratch = memoryview(bytearray(size))
+    return _own.scratch
+
+
+def _write_all(descriptor: int, views: list[memoryview]) -> None:
+    while views:
+        count = os.writev(descriptor, views[:1000])
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views and count:
+            views[0] = views[0][count:]

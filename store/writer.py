@@ -1,120 +1,169 @@
-"""Writing a store: creating it, locking it, and committing parts to it one rename at a time.
+"""Writing a store: creating it, and committing parts to it, each whole or not at all.
 
-Mirrors `reader.py`. A part is staged under `meta/staging`, made durable, then renamed into `parts/`: the rename is the
-commit. Parts never change afterwards. Knows nothing of where states come from.
+Mirrors `reader.py`. A part is staged in a folder, made durable, then committed under its name by a rename (on an object
+store, by a conditional put of its record). Parts never change afterwards. Knows nothing of where states come from.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
+import queue
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import zarr
-from zarr.codecs import Crc32cCodec
 
-from .files import fsync_directory, rename_whole, write_atomic
-from .format import LOCK, MANIFEST, META, PARTS, PLANS, ROOT_KEY, STAGING, Identity, PartRecord, StoreError
+from .files import rename_whole
+from .format import (
+    FILES_KEY,
+    HEAD,
+    META,
+    PARTS,
+    PLANS,
+    RECORD,
+    ROOT_KEY,
+    SEAL_KEY,
+    STAGING,
+    Identity,
+    PartRecord,
+    StoreError,
+)
+from .place import Directory, Place, clear_errors, place_of
 from .reader import Store, open_store
 from .rows import RowsWriter
+from .states import States
+from .sums import seal, sum_files
+
+if TYPE_CHECKING:
+    import zarr
+
+QUEUE = 16
+"""Appended pieces (a document each, as a rule) that may wait to be written; then `append` waits."""
 
 
-def existing_store(path: Path, identity: Identity) -> Store | None:
-    """Open the store at `path` for extension, or None when there is nothing.
+def existing_store(location: str | Path | Place, identity: Identity) -> Store | None:
+    """Open the store at a location for extension, or None when there is nothing.
 
     Raises:
         StoreError: the path holds something else, or a store of another identity (the fields are named).
     """
-    if path.exists() and not path.is_dir():
-        raise StoreError(f"{path} is a file: give the store a directory of its own")
-    if path.is_dir() and any(path.iterdir()):
-        store = open_store(path)
-        if differences := store.identity.differences(identity):
-            raise StoreError(
-                f"the store {path} was made with other settings ({'; '.join(differences)}; here = the store): "
-                "give this extraction another [store] path, or the settings the store was made with"
-            )
-        return store
-    return None
+    place = place_of(location)
+    if isinstance(place, Directory):
+        if place.path.exists() and not place.path.is_dir():
+            raise StoreError(f"{place} is a file: give the store a directory of its own")
+        if not place.path.is_dir() or not any(place.path.iterdir()):
+            return None
+    elif not place.exists(RECORD):
+        return None
+    store = open_store(place)
+    if differences := store.identity.differences(identity):
+        raise StoreError(
+            f"the store {place} was made with other settings ({'; '.join(differences)}; here = the store): "
+            "give this extraction another [store] path, or the settings the store was made with"
+        )
+    return store
 
 
-def create_store(path: Path, identity: Identity, fill_head: Callable[[Path], None]) -> Store:
-    """Open the store at `path` for extension, or create it whole.
+def create_store(
+    location: str | Path | Place, identity: Identity, fill_head: Callable[[Path], None], parts: str = PARTS
+) -> Store:
+    """Open the store at a location for extension, or create it whole.
 
     Args:
         fill_head: writes the head into the folder it is given (`head.save_head`).
+        parts: the folder of the committed parts.
 
     Raises:
         StoreError: the path holds something else, or a store of another identity (the fields are named).
     """
-    if (store := existing_store(path, identity)) is not None:
+    place = place_of(location)
+    if (store := existing_store(place, identity)) is not None:
         return store
-    path = path.resolve()  # a link to an empty directory stays a link
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise StoreError(f"cannot create a store at {path}: {error.strerror}") from None
+    with clear_errors(place):
+        if isinstance(place, Directory):
+            path = place.path.resolve()  # a link to an empty directory stays a link
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        else:
+            staged = place.stage("new")
     try:
         staged.chmod(0o755)
-        zarr.create_group(str(staged), attributes={ROOT_KEY: {"identity": identity.model_dump(mode="json")}})
-        zarr.create_group(str(staged / PARTS))
-        zarr.create_group(str(staged / META))
-        (staged / STAGING).mkdir()
-        (staged / PLANS).mkdir()
-        fill_head(staged / "meta" / "head")
-        if not rename_whole(staged, path):
-            raise StoreError(f"{path} appeared while a store was being created there: run the command again")
+        with clear_errors(place):
+            _fill_new(staged, identity, parts, fill_head)
+            whole = _commit_new(place, staged)
+        if not whole:
+            raise StoreError(f"{place} appeared while a store was being created there: run the command again")
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    return open_store(path)
+    return open_store(place)
 
 
-@contextmanager
-def lock_store(path: Path) -> Iterator[None]:
-    """Hold the store for one extraction; clears what earlier ones left half written.
+def root_attributes(identity: Identity, parts: str, head: dict[str, list[int | None]]) -> dict[str, Any]:
+    """The attributes of a store's root group.
 
-    The lock is the kernel's: a killed holder frees it.
+    Args:
+        parts: the folder of the committed parts.
+        head: sums of the head's files.
+    """
+    said = {"identity": identity.model_dump(mode="json"), "parts": parts}
+    return {ROOT_KEY: said, FILES_KEY: head, SEAL_KEY: seal(said, head)}
+
+
+def _commit_new(place: Place, staged: Path) -> bool:
+    if isinstance(place, Directory):
+        return rename_whole(staged, place.path.resolve())
+    return place.commit(staged, "", RECORD)
+
+
+def _fill_new(staged: Path, identity: Identity, parts: str, fill_head: Callable[[Path], None]) -> None:
+    import zarr
+
+    root = zarr.create_group(str(staged))
+    zarr.create_group(str(staged / parts))
+    zarr.create_group(str(staged / META))
+    (staged / STAGING).mkdir()
+    (staged / PLANS).mkdir()
+    fill_head(staged / HEAD)
+    root.attrs.update(root_attributes(identity, parts, sum_files(staged / HEAD)))
+
+
+def lock_store(location: str | Path | Place) -> AbstractContextManager[None]:
+    """Hold the store as its only writer; clears what earlier ones left half written.
 
     Raises:
-        StoreError: another extraction holds it, or the path may not be written.
+        StoreError: another command holds it, or it may not be written.
     """
-    try:
-        for folder in (STAGING, PLANS):  # tools that copy trees drop empty folders
-            (path / folder).mkdir(exist_ok=True)
-        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StoreError(f"cannot write to the store {path}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            raise StoreError(f"another `dflash extract` is writing to {path}: wait for it, or stop it") from None
-        for leftover in (path / STAGING).iterdir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        yield
-    finally:
-        os.close(descriptor)
+    return place_of(location).hold()
 
 
-def write_manifest(store: Store) -> None:
-    """Write the manifest anew from the parts the store sees. One coordinator calls this, under the lock."""
-    parts = [record.model_dump(mode="json") for record in store.parts]
-    write_atomic(store.path / MANIFEST, json.dumps({"parts": parts}, indent=1).encode())
+class Parts(Protocol):
+    """Where parts of one kind lie: a `Store`, or the next generation of one."""
+
+    @property
+    def place(self) -> Place:
+        """The store's place."""
+        ...
+
+    @property
+    def identity(self) -> Identity:
+        """What the parts hold."""
+        ...
+
+    @property
+    def parts_folder(self) -> str:
+        """The folder they are committed to."""
+        ...
 
 
 class PartWriter:
-    """Writes one part. Use as a context manager: leaving it without `commit` removes what was staged.
+    """Writes one part, in a thread of its own. Leaving it without `commit` removes what was staged.
+
+    `append` hands rows over and returns; it waits only when the disk is behind. What is appended must not change until
+    the part is committed.
 
     Args:
         store: the store.
@@ -122,38 +171,53 @@ class PartWriter:
         lengths: tokens of each document, in order.
     """
 
-    def __init__(self, store: Store, name: str, lengths: Sequence[int]) -> None:
+    def __init__(self, store: Parts, name: str, lengths: Sequence[int]) -> None:
+        import zarr
+
         identity = store.identity
         self._store, self._name, self._lengths = store, name, list(lengths)
+        self._key = f"{store.parts_folder}/{name}"
+        self._folder = store.place.stage(name)
+        self._error: BaseException | None = None
+        self._queue: queue.Queue[tuple[States, States | None] | None] = queue.Queue(QUEUE)
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=store.path / STAGING))
-            self._folder.chmod(0o755)
-        except OSError as error:
-            raise StoreError(f"cannot write to the store {store.path}: {error.strerror}") from None
-        self._group = zarr.create_group(str(self._folder))
-        tokens = sum(self._lengths)
-        rows = RowsWriter(self._group, self._folder, "hidden", tokens, len(identity.layer_ids), identity.hidden_size)
-        self._rows = {"hidden": rows}
-        if identity.final:
-            self._rows["final"] = RowsWriter(self._group, self._folder, "final", tokens, None, identity.hidden_size)
+            with clear_errors(store.place):
+                self._group = zarr.create_group(str(self._folder))
+                tokens, width, encoding = sum(self._lengths), identity.hidden_size, identity.encoding
+                layers = len(identity.layer_ids)
+                where = self._group, self._folder
+                self._rows = {"hidden": RowsWriter(*where, "hidden", tokens, layers, width, encoding)}
+                if identity.final:
+                    self._rows["final"] = RowsWriter(*where, "final", tokens, None, width, encoding)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._thread = threading.Thread(target=self._work, name="dflash-write", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> PartWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._error = self._error or StoreError(f"part {self._name} was given up")  # what waits need not be written
+        self._finish()
+        for rows in self._rows.values():
+            rows.abandon()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def append(self, hidden: np.ndarray, final: np.ndarray | None) -> None:
-        """Append the states of the next tokens: `hidden` `[n, layers, H]`, `final` `[n, H]`, uint16 bit patterns.
+    def append(self, hidden: States, final: States | None) -> None:
+        """Append the states of the next tokens, in the store's encoding: `hidden` of all layers, `final` of one.
 
         Raises:
-            StoreError: `final` is given where the store keeps none, or the other way round.
+            StoreError: `final` is given where the store keeps none, or the other way round; or an earlier piece could
+                not be written.
         """
         if (final is not None) != ("final" in self._rows):
             raise StoreError(f"part {self._name}: the store's identity and the final states given do not agree")
-        self._rows["hidden"].append(hidden)
-        if final is not None:
-            self._rows["final"].append(final)
+        if self._error is not None:
+            self._finish()
+            raise self._error
+        self._queue.put((hidden, final))
 
     def commit(
         self,
@@ -176,22 +240,17 @@ class PartWriter:
             doc_tags: tag of origin of each document.
 
         Raises:
-            StoreError: counts of tokens, states and documents do not agree.
+            StoreError: counts of tokens, states and documents do not agree, or there is no room or no leave to write.
         """
+        self._finish()
+        if self._error is not None:
+            raise self._error
         offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
         counts = {len(tokens), len(loss_mask), int(offsets[-1])}
         if len(counts) != 1 or len(doc_ids) != len(self._lengths) or len(doc_tags) != len(self._lengths):
             raise StoreError(f"part {self._name}: counts of tokens and documents do not agree, nothing was committed")
-        checksums = self._group.create_group("checksums")
-        for name, rows in self._rows.items():
-            _small_array(checksums, name, rows.close())
         tags = sorted(set(doc_tags))
         codes = np.array([tags.index(tag) for tag in doc_tags], np.int32)
-        _small_array(self._group, "tokens", tokens.astype(np.int32))
-        _small_array(self._group, "loss_mask", loss_mask.astype(bool))
-        _small_array(self._group, "doc_offsets", offsets)
-        _small_array(self._group, "doc_ids", doc_ids.astype(np.uint64))
-        _small_array(self._group, "doc_tags", codes, attributes={"tags": tags})
         record = PartRecord.model_validate(
             {
                 "id": self._name,
@@ -204,14 +263,42 @@ class PartWriter:
                 "provenance": provenance,
             }
         )
-        self._group.attrs[ROOT_KEY] = record.model_dump(mode="json")
-        committed = rename_whole(self._folder, self._store.path / PARTS / self._name)
-        fsync_directory(self._store.path / STAGING)
-        return committed
+        with clear_errors(self._store.place):
+            checksums = self._group.create_group("checksums")
+            for name, rows in self._rows.items():
+                _small_array(checksums, name, rows.close())
+            _small_array(self._group, "tokens", tokens.astype(np.int32))
+            _small_array(self._group, "loss_mask", loss_mask.astype(bool))
+            _small_array(self._group, "doc_offsets", offsets)
+            _small_array(self._group, "doc_ids", doc_ids.astype(np.uint64))
+            _small_array(self._group, "doc_tags", codes, attributes={"tags": tags})
+            said, files = record.model_dump(mode="json"), sum_files(self._folder, lambda name: name == RECORD)
+            self._group.attrs.update({ROOT_KEY: said, FILES_KEY: files, SEAL_KEY: seal(said, files)})
+        return self._store.place.commit(self._folder, self._key, RECORD)
+
+    def _work(self) -> None:
+        while (piece := self._queue.get()) is not None:
+            if self._error is not None:
+                continue  # what comes after a failure is only taken off the queue
+            hidden, final = piece
+            try:
+                with clear_errors(self._store.place):
+                    self._rows["hidden"].append(hidden)
+                    if final is not None:
+                        self._rows["final"].append(final)
+            except BaseException as error:
+                self._error = error
+
+    def _finish(self) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
 
 
 def _small_array(group: zarr.Group, name: str, data: np.ndarray, attributes: dict[str, Any] | None = None) -> None:
     """One chunk with a checksum that every Zarr reader verifies; written even when it is all zeros."""
+    from zarr.codecs import Crc32cCodec
+
     group.create_array(
         name,
         data=data,

@@ -1,4 +1,4 @@
-"""What a drafter is fed, on its device: the batch's states as bfloat16, and the target's two ends.
+"""What a drafter is fed, on its device: a batch's states as bfloat16, and the target's two ends.
 
 Knows batches and heads, nothing of losses or of evaluation.
 """
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..store import Batch, Head
+from ..store import Head, States
+from ..store.states import Allocate
+from .fp8 import decode_states
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,22 @@ class Ends:
         return cls(embedding, embedding if head.lm_head is head.embedding else head.lm_head.to(device, dtype))
 
 
-def device_states(batch: Batch, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The batch's hidden states `[layers, T, H]` on a device, their bit patterns read as bfloat16."""
-    bits = torch.from_numpy(batch.hidden.view(np.int16))
+def device_states(states: States, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Stored states on a device, `[layers, T, H]`, through bfloat16; fp8 travels as it is and is decoded there."""
+    if states.scales is not None:
+        codes, scales = torch.from_numpy(states.values).to(device), torch.from_numpy(states.scales).to(device)
+        return decode_states(codes, scales).to(dtype)
+    bits = torch.from_numpy(states.values.view(np.int16))
     return bits.to(device).view(torch.bfloat16).to(dtype)
+
+
+def buffers_for(device: torch.device) -> Allocate | None:
+    """How to make the buffers that batches are read into: pinned for a GPU, so that copies run at the bus's speed."""
+    if device.type != "cuda":
+        return None
+
+    def pinned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        size = int(np.prod(shape)) * dtype.itemsize
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy().view(dtype).reshape(shape)
+
+    return pinned

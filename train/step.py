@@ -91,7 +91,7 @@ class TrainStep:
         anchors = draw_anchors(mask, doc_start, self._seed, number, self._anchors)
         labels, supervised = supervision(anchors, tokens, mask, doc_start, drafter.settings.block_size)
         positions = torch.arange(len(tokens), device=device) - doc_start
-        context = drafter.context(device_states(batch, device, self.dtype), positions)
+        context = drafter.context(device_states(batch.hidden, device, self.dtype), positions)
         first = tokens[anchors.clamp(max=len(tokens) - 1)].long()
         embedded = drafter.block_inputs(self._ends.embedding, first)
         hidden = drafter.blocks(embedded, context, Blocks.of(anchors, doc_start))

@@ -16,8 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..store import HELDOUT, TRAIN, BatchStream, Documents, Head, Store, StoreError, load_head, pack
-from ..store.batches import shuffled
+from ..store import HELDOUT, TRAIN, BatchStream, Documents, Head, Store, StoreError, load_head, pack, shuffled
 from ..store.progress import Listener
 from .checkpoint import (
     CheckpointError,
@@ -30,6 +29,7 @@ from .checkpoint import (
 from .drafter import Drafter, DrafterSettings
 from .evaluate.summary import accepted_length
 from .evaluate.walk import walk
+from .inputs import buffers_for
 from .loss import default_gamma
 from .metrics import Metrics
 from .muon import MasterMuon
@@ -130,7 +130,7 @@ class Trainer:
     ) -> None:
         self._store, self._settings, self._folder, self._listener = store, settings, folder, listener
         self._layers = store.layer_indices(tuple(drafter.layer_ids))
-        head = load_head(store.path)
+        head = load_head(store)
         _check_mask_token(drafter, store, head)
         self._head = head
         self._drafter = Drafter(drafter, store.identity.hidden_size)
@@ -201,7 +201,7 @@ class Trainer:
             at.parts = [part.id for part in self._store.parts if part.split == TRAIN]
         documents = self._store.documents(TRAIN, at.parts)
         if not len(documents):
-            raise StoreError(f"the store {self._store.path} has no training documents yet")
+            raise StoreError(f"the store {self._store.place} has no training documents yet")
         longest = int(documents.length.argmax())
         if documents.length[longest] > self._settings.tokens:
             raise StoreError(
@@ -214,7 +214,7 @@ class Trainer:
         settings, at = self._settings, self._at
         totals = Totals.zero(self._drafter.settings.block_size, self._step.device)
         began, tokens = time.perf_counter(), 0
-        with BatchStream(self._store, documents, groups[at.batch :], settings.tokens, self._layers) as stream:
+        with self._stream(documents, groups[at.batch :], settings.tokens) as stream:
             for batch in stream:
                 totals.add(self._step.micro(batch, at.micro))
                 tokens += batch.used
@@ -236,6 +236,10 @@ class Trainer:
         at.epoch, at.batch, at.parts = at.epoch + 1, 0, None
         self._validate(metrics)  # before the checkpoint: a kill in between repeats it, and loses nothing
         self._save()
+
+    def _stream(self, documents: Documents, groups: list[list[int]], budget: int) -> BatchStream:
+        buffers = buffers_for(self._step.device)
+        return BatchStream(self._store, documents, groups, budget, self._layers, allocate=buffers)
 
     def _numbers(
         self, totals: Totals, norm: torch.Tensor, rate: float, tokens: int, seconds: float, waited: float
@@ -266,7 +270,7 @@ class Trainer:
         totals = Totals.zero(block, self._step.device)
         budget = max(settings.tokens, int(heldout.length.max()))
         groups = pack(heldout.length.tolist(), budget)
-        with BatchStream(self._store, heldout, groups, budget, self._layers) as stream:
+        with self._stream(heldout, groups, budget) as stream:
             for number, batch in enumerate(stream):
                 totals.add(self._measure.loss(batch, number))
         turns = walk(self._drafter, self._head, self._store, heldout, budget)

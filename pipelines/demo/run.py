@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ...store import HELDOUT, Head, Store, load_head
+from ...store.stats import store_info
 from ...train.drafter import Drafter
 from ...train.evaluate.report import evaluate_states
-from ..config import FILE, Settings, load_settings
+from ..config import Settings, load_settings
 from ..console import console, reporting
 from ..init import init
-from ..show import number, show_evaluation, show_store
-from ..stages import run_evaluate, run_extract, run_train, store_info
+from ..location import FILE
+from ..show import number, show_evaluation
+from ..show_store import show_info
+from ..stages import run_evaluate, run_extract, run_train
 
 OVERRIDES = {
     "data.tags": '["complete", "continue"]',  # a drafter for code; prose is harder and would need more time
@@ -52,7 +55,7 @@ def demo(folder: Path, devices: list[str]) -> dict[str, Any]:
         _say("extract", "--gpus", gpus)
         with reporting("extract", "tokens") as listener:
             store = run_extract(folder, settings, devices, listener)
-        show_store(store_info(store.path))
+        show_info(store_info(store))
 
         _say("train", "--gpus", gpus)
         with reporting("train", "updates") as listener:
@@ -63,7 +66,7 @@ def demo(folder: Path, devices: list[str]) -> dict[str, Any]:
             result = run_evaluate(folder, settings, devices[0], decode=True, documents=DECODED, listener=listener)
             everything = run_evaluate(folder, settings, devices[0])
     show_evaluation(result)
-    untrained = untrained_length(settings, store, load_head(store.path))
+    untrained = untrained_length(settings, store, load_head(store))
     console.print(
         f"accepted length from the states of all {everything['states']['documents']} held-out documents: "
         f"{number(everything['states']['accepted_length'])} trained, {number(untrained)} untrained"

@@ -29,13 +29,12 @@ def documents_alone(store: Store, target: Path) -> Any:
             part, start, length = store.part(int(documents.part[i])), int(documents.start[i]), int(documents.length[i])
             tokens = torch.from_numpy(part.small("tokens")[start : start + length].astype(np.int64))
             layers = len(store.identity.layer_ids)
-            hidden = np.zeros((layers, length, store.identity.hidden_size), np.uint16)
-            final = np.zeros((1, length, store.identity.hidden_size), np.uint16)
+            hidden, final = store.empty_states(layers, length), store.empty_states(1, length)
             part.read("hidden", start, start + length, tuple(range(layers)), hidden)
             part.read("final", start, start + length, (0,), final)
             with torch.no_grad():
                 alone = model(input_ids=tokens[None], output_hidden_states=True)
-            yield tokens, as_float(hidden), as_float(final)[0], alone
+            yield tokens, as_float(hidden.values), as_float(final.values)[0], alone
 
 
 def as_float(bits: np.ndarray) -> torch.Tensor:

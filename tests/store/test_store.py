@@ -10,76 +10,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+import dask.array
 import numpy as np
 import pytest
-import torch
 import zarr
+from stores import IDENTITY, bits_of, files_of, new_store, read_all, write_part
 
 from dflash_offline.store import (
     HELDOUT,
     TRAIN,
-    Identity,
     PartWriter,
-    Store,
     StoreError,
     create_store,
     lock_store,
     open_store,
-    write_manifest,
 )
-from dflash_offline.store.head import save_head
-
-IDENTITY = Identity(
-    target_weights="a" * 64,
-    target_config="b" * 64,
-    tokenizer="c" * 64,
-    chat_template="d" * 64,
-    rendering="enable_thinking=false",
-    max_length=100,
-    layer_ids=(1, 3),
-    final=True,
-    dtype="float32",
-    hidden_size=16,
-    num_layers=8,
-    vocab_size=50,
-)
-
-
-def fill_head(folder: Path) -> None:
-    (folder.parent / "t").mkdir()
-    (folder.parent / "t" / "config.json").write_text("{}")
-    save_head(folder, folder.parent / "t", torch.ones(50, 16), None)
-    shutil.rmtree(folder.parent / "t")
-
-
-def new_store(path: Path, **changes: Any) -> Store:
-    return create_store(path, IDENTITY.model_copy(update=changes), fill_head)
-
-
-def write_part(store: Store, name: str, seed: int = 0, lengths: tuple[int, ...] = (300, 20, 7)) -> bool:
-    """Commit a part whose bytes follow from `seed`."""
-    rng = np.random.default_rng(seed)
-    total = sum(lengths)
-    with PartWriter(store, name, lengths) as writer:
-        hidden = rng.integers(1, 1 << 16, (total, 2, 16), dtype=np.uint16)
-        final = rng.integers(1, 1 << 16, (total, 16), dtype=np.uint16)
-        for start in range(0, total, 100):
-            writer.append(hidden[start : start + 100], final[start : start + 100])
-        return writer.commit(
-            split=HELDOUT if name.startswith("h") else TRAIN,
-            tokens=rng.integers(0, 50, total),
-            loss_mask=np.arange(total) % 3 > 0,
-            doc_ids=np.arange(len(lengths), dtype=np.uint64) + np.uint64(1000 * seed),
-            doc_tags=["code", "chat", "code"],
-            plan="plan",
-            provenance={"data": "{}"},
-        )
-
-
-def files_of(store: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.rglob("*")) if p.is_file()}
 
 
 def test_plain_zarr_python_opens_it(tmp_path: Path) -> None:
@@ -99,8 +45,9 @@ def test_plain_zarr_python_opens_it(tmp_path: Path) -> None:
         "doc_tags": (3,),
     }
     hidden = np.asarray(zarr.open_array(str(tmp_path / "s/parts/t-0/hidden"), mode="r")[...])
-    rng = np.random.default_rng(0)
-    assert np.array_equal(hidden, rng.integers(1, 1 << 16, (327, 2, 16), dtype=np.uint16))
+    assert np.array_equal(hidden, bits_of(0, 2).swapaxes(0, 1))
+    lazy = dask.array.from_zarr(str(tmp_path / "s/parts/t-0/hidden"))
+    assert np.array_equal(lazy[290:310, 1].compute(), bits_of(0, 2)[1, 290:310])
 
 
 def test_committing_twice_changes_nothing(tmp_path: Path) -> None:
@@ -175,7 +122,7 @@ def test_the_manifest_is_only_a_shortcut(tmp_path: Path) -> None:
     for name in ("t-1", "h-0", "t-2"):
         write_part(store, name, seed=ord(name[-1]))
     store.refresh()
-    write_manifest(store)
+    store.write_index()
     assert [part.id for part in open_store(tmp_path / "s").parts] == ["h-0", "t-1", "t-2"]
     records = open_store(tmp_path / "s").parts
     for content in (None, b"", b'{"parts": [{"id": "t-9"}]}'):
@@ -185,7 +132,7 @@ def test_the_manifest_is_only_a_shortcut(tmp_path: Path) -> None:
             path.write_bytes(content)
         assert open_store(tmp_path / "s").parts == records
     shutil.rmtree(tmp_path / "s/parts/t-1")
-    write_manifest(store)  # stale: still names t-1
+    store.write_index()  # stale: still names t-1
     assert [part.id for part in open_store(tmp_path / "s").parts] == ["h-0", "t-2"]
 
 
@@ -199,7 +146,7 @@ def test_a_part_half_copied_is_an_error(tmp_path: Path, lost: str) -> None:
         part = open_store(tmp_path / "s").part(0)
         part.small("tokens")
         part.small("doc_offsets")
-        part.read("hidden", 0, 327, (0, 1), np.zeros((2, 327, 16), np.uint16))
+        read_all(open_store(tmp_path / "s"), 0)
 
     with pytest.raises(StoreError, match=r"t-0.*(not whole|missing)"):
         read_everything()
@@ -249,8 +196,9 @@ def test_documents_are_indexed_by_split(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-sys.path[:0] = [{tests!r}, {here!r}]
-from test_store import lock_store, new_store, write_manifest, write_part
+sys.path[:0] = [{tests!r}]
+from dflash_offline.store import lock_store
+from stores import new_store, write_part
 path = Path(sys.argv[1])
 store = new_store(path)
 print("begun", flush=True)
@@ -260,13 +208,13 @@ with lock_store(path):
         if not (path / "parts" / name).exists():
             write_part(store, name, seed=number)
     store.refresh()
-    write_manifest(store)
+    store.write_index()
 """
 
 
 def run_writer(path: Path, kill_after: float | None) -> bool:
     """Run the writer in a process, perhaps kill it; True when it ended by itself."""
-    code = WRITER.format(tests=str(Path(__file__).parent.parent), here=str(Path(__file__).parent))
+    code = WRITER.format(tests=str(Path(__file__).parent.parent))
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()

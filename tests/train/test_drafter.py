@@ -141,7 +141,7 @@ PUBLISHED_KEYS = {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
 def save(folder: Path, store: Store, s: DrafterSettings, seed: int = 0) -> Drafter:
     drafter = Drafter(s, store.identity.hidden_size)
     drafter.reset(seed)
-    config = drafter_config(s, store.identity, load_head(store.path).config, "float32")
+    config = drafter_config(s, store.identity, load_head(store).config, "float32")
     save_checkpoint(folder, drafter, config, {"position": {}}, {"count": torch.zeros(())})
     return drafter
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from dflash_offline.extract.cached import CachedTarget
 from dflash_offline.extract.run import Prepared
-from dflash_offline.store import HELDOUT, TRAIN, Documents, Head, Store, load_head
+from dflash_offline.store import HELDOUT, TRAIN, Documents, Head, States, Store, load_head
 from dflash_offline.store.progress import SILENT
 from dflash_offline.train.attention import Blocks
 from dflash_offline.train.checkpoint import load_drafter
@@ -75,7 +75,7 @@ def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, 
     tokens = part.small("tokens")[start : start + length].tolist()
     mask = part.small("loss_mask")[start : start + length].tolist()
     bits = np.zeros((2, length, store.identity.hidden_size), np.uint16)
-    part.read("hidden", start, start + length, (0, 1), bits)
+    part.read("hidden", start, start + length, (0, 1), States(bits))
     hidden = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
     embedding, lm_head = head.embedding.float(), head.lm_head.float()
     rounds = []
@@ -105,7 +105,7 @@ def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, 
 @torch.no_grad()
 @pytest.mark.parametrize("budget", [1, 200, 4000])
 def test_the_walk_equals_a_plain_loop(budget: int, trained: Drafter, greedy_store: Store) -> None:
-    documents, head = greedy_store.documents(TRAIN), load_head(greedy_store.path)
+    documents, head = greedy_store.documents(TRAIN), load_head(greedy_store)
     turns = walk(trained, head, greedy_store, documents, budget)
     for index in range(len(documents)):
         mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]
@@ -117,7 +117,7 @@ def test_the_walk_equals_a_plain_loop(budget: int, trained: Drafter, greedy_stor
 def test_the_walk_over_many_turns(filled: Store) -> None:
     drafter = Drafter(drafter_settings(), 32)
     drafter.reset(0)
-    documents, head = filled.documents(HELDOUT), load_head(filled.path)
+    documents, head = filled.documents(HELDOUT), load_head(filled)
     turns = walk(drafter, head, filled, documents, 400)
     assert len(turns) > len(documents)
     for index in range(len(documents)):
@@ -127,7 +127,7 @@ def test_the_walk_over_many_turns(filled: Store) -> None:
 
 
 def test_decoding_agrees_with_the_states_round_by_round(trained: Drafter, greedy_store: Store) -> None:
-    documents, head = greedy_store.documents(TRAIN).first(4), load_head(greedy_store.path)
+    documents, head = greedy_store.documents(TRAIN).first(4), load_head(greedy_store)
     target = CachedTarget(model_of(BUNDLED / "target"), greedy_store.identity.layer_ids, None)
     end = 8177  # <|im_end|>
     found = evaluate_decoding(target, trained, head, greedy_store, documents, {end}, 512)

@@ -14,7 +14,7 @@ from test_trainer import train_settings
 from tiny import write_data
 
 from dflash_offline.extract.unit import run_unit
-from dflash_offline.store import TRAIN, BatchStream, Store, load_head, pack
+from dflash_offline.store import TRAIN, BatchStream, States, Store, load_head, pack
 from dflash_offline.store.progress import SILENT
 from dflash_offline.train.anchors import draw_anchors
 from dflash_offline.train.drafter import Drafter
@@ -36,7 +36,7 @@ def test_anchors_are_drawn_alike() -> None:
 def test_loss_and_gradients_agree_with_the_cpu(filled: Store) -> None:
     documents = filled.documents(TRAIN)
     groups = pack(documents.length.tolist(), 512)[:2]
-    head = load_head(filled.path)
+    head = load_head(filled)
     found = []
     for device in ("cpu", "cuda"):
         drafter = Drafter(drafter_settings(), 32)
@@ -61,7 +61,7 @@ def test_states_in_bf16_are_near_those_in_fp32(hybrid: Path, tmp_path: Path) -> 
         found = []
         for index, record in enumerate(prepared.store.parts):
             bits = np.zeros((3, record.tokens, 32), np.uint16)
-            prepared.store.part(index).read("hidden", 0, record.tokens, (0, 1, 2), bits)
+            prepared.store.part(index).read("hidden", 0, record.tokens, (0, 1, 2), States(bits))
             found.append(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float())
         states.append(torch.cat(found, 1))
     assert (states[0] - states[1]).norm() / states[0].norm() < 0.05

@@ -138,7 +138,7 @@ def test_accumulated_micro_batches_make_the_update_of_their_union(filled: Store)
     documents = filled.documents(TRAIN)
     groups = pack(documents.length.tolist(), 256)[:3]
     layers = filled.layer_indices((1, 5))
-    head = load_head(filled.path)
+    head = load_head(filled)
 
     def gradients(together: bool) -> list[torch.Tensor]:
         drafter = Drafter(drafter_settings(), 32)

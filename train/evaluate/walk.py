@@ -15,7 +15,7 @@ import torch
 from ...store import Batch, BatchStream, Documents, Head, Store, pack
 from ..attention import Blocks
 from ..drafter import Drafter
-from ..inputs import Ends, device_states
+from ..inputs import Ends, buffers_for, device_states
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def walk(drafter: Drafter, head: Head, store: Store, documents: Documents, budge
     groups = pack(documents.length.tolist(), budget)
     layers = store.layer_indices(tuple(drafter.settings.layer_ids))
     found: list[Turn] = []
-    with BatchStream(store, documents, groups, budget, layers) as stream:
+    with BatchStream(store, documents, groups, budget, layers, allocate=buffers_for(device)) as stream:
         for batch in stream:
             found += _walk_batch(drafter, ends, batch, documents)
     return sorted(found, key=lambda turn: (turn.document, turn.start))
@@ -94,7 +94,7 @@ def _walk_batch(
     used = batch.used
     doc_start = torch.from_numpy(batch.doc_start[:used].astype(np.int64)).to(device)
     tokens = torch.from_numpy(batch.tokens[:used].astype(np.int64)).to(device)
-    hidden = device_states(batch, device, dtype)[:, :used]
+    hidden = device_states(batch.hidden, device, dtype)[:, :used]
     context = drafter.context(hidden, torch.arange(used, device=device) - doc_start)
     turns, offsets = [], []
     at = 0
