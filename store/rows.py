@@ -12,6 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ import numpy as np
 from crc32c import crc32c
 
 from .format import CHUNK_TOKENS, SHARD_BYTES, Encoding, StoreError
-from .place import Blob, Place
+from .place import READ_BLOCK, Blob, Place
 from .states import States, chunk_bytes, empty_states, token_bytes, value_dtype
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class RowsWriter:
         layers: size of the middle axis, or None for `[tokens, H]`.
         width: H.
         encoding: how the rows come.
+        pool: threads that write the layers of a chunk beside each other.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class RowsWriter:
         tokens: int,
         layers: int | None,
         width: int,
-        encoding: Encoding = "bf16",
+        encoding: Encoding,
+        pool: Executor,
     ) -> None:
         inner = () if layers is None else (layers,)
         unit = () if layers is None else (1,)
@@ -69,6 +72,7 @@ class RowsWriter:
         )
         self._folder = folder / name / "c"
         self._tail = ["0"] * (1 + len(inner))
+        self._pool = pool
         self._name, self._tokens, self._layers = name, tokens, layers or 1
         self._pending = empty_states(encoding, self._layers, CHUNK_TOKENS, width)
         self._filled = 0
@@ -77,6 +81,7 @@ class RowsWriter:
         self._descriptor: int | None = None
         self._index: list[tuple[int, int]] = []
         self._checksums: list[int] = []
+        self._synced: list[Future[None]] = []
 
     def append(self, states: States) -> None:
         """Append rows. Whole chunks are written from where they are; what is left over is kept for the next."""
@@ -104,6 +109,8 @@ class RowsWriter:
             self._write(self._pending, self._filled)
         if self._descriptor is not None:
             self._end_shard()
+        for synced in self._synced:
+            synced.result()
         if self._written != self._tokens:
             raise StoreError(f"array {self._name}: {self._written} rows were written where {self._tokens} were due")
         return np.array(self._checksums, np.uint32).reshape(-1, self._layers)
@@ -121,19 +128,28 @@ class RowsWriter:
             path.parent.mkdir(parents=True)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             self._index = []
-        views: list[memoryview] = []
-        for layer in range(self._layers):
-            views.append(_bytes(chunk.values[layer]))
-            checksum = crc32c(views[-1])
-            if chunk.scales is not None:
-                views.append(_bytes(chunk.scales[layer]))
-                checksum = crc32c(views[-1], checksum)
-            self._checksums.append(checksum)
-            self._index.append((len(self._index) * self._chunk_bytes, self._chunk_bytes))
-        _write_all(self._descriptor, views)
+        first = len(self._index)
+        places = [(first + layer) * self._chunk_bytes for layer in range(self._layers)]
+        layers = [chunk.layer(layer) for layer in range(self._layers)]
+        self._checksums += self._pool.map(self._write_chunk, layers, places)
+        self._index += [(place, self._chunk_bytes) for place in places]
         self._written += rows
         if len(self._index) == self._chunks_per_shard * self._layers:
             self._end_shard()
+
+    def _write_chunk(self, chunk: States, offset: int) -> int:
+        """Write one layer's chunk at its place; returns its crc32c."""
+        assert self._descriptor is not None
+        checksum = 0
+        for array in (chunk.values, chunk.scales):
+            view = memoryview(b"") if array is None else _bytes(array)
+            for at in range(0, len(view), READ_BLOCK):
+                # Summed first, so that writing finds the block in the processor's cache.
+                block = view[at : at + READ_BLOCK]
+                checksum = crc32c(block, checksum)
+                _write_at(self._descriptor, block, offset + at)
+            offset += len(view)
+        return checksum
 
     def _end_shard(self) -> None:
         assert self._descriptor is not None
@@ -141,9 +157,11 @@ class RowsWriter:
         absent = np.iinfo(np.uint64).max  # Zarr's mark of a chunk that was never written
         pairs = [*self._index, *[(absent, absent)] * missing]
         index = np.array(pairs, "<u8").tobytes()
-        _write_all(self._descriptor, [memoryview(index + int(crc32c(index)).to_bytes(4, "little"))])
-        os.fsync(self._descriptor)
-        self.abandon()
+        tail = memoryview(index + int(crc32c(index)).to_bytes(4, "little"))
+        _write_at(self._descriptor, tail, len(self._index) * self._chunk_bytes)
+        # Synced beside the writing of the next shard, so that the disk is not left waiting.
+        self._synced.append(self._pool.submit(_sync_and_close, self._descriptor))
+        self._descriptor = None
         self._shard += 1
 
 
@@ -191,9 +209,7 @@ def pieces(reader: RowsReader, start: int, stop: int, layers: tuple[int, ...], o
         low, high = max(start, first), min(stop, first + CHUNK_TOKENS)
         rows = out.rows(low - start, high - start)
         for place, layer in enumerate(layers):
-            scales = None if rows.scales is None else rows.scales[place : place + 1]
-            one = States(rows.values[place : place + 1], scales)
-            yield Piece(reader, chunk, layer, low - first, high - first, one)
+            yield Piece(reader, chunk, layer, low - first, high - first, rows.layer(place))
 
 
 def open_rows(place: Place, key: str, checksums: np.ndarray, encoding: Encoding) -> RowsReader:
@@ -387,10 +403,14 @@ def _scratch(size: int) -> memoryview:
     return _own.scratch
 
 
-def _write_all(descriptor: int, views: list[memoryview]) -> None:
-    while views:
-        count = os.writev(descriptor, views[:1000])
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if views and count:
-            views[0] = views[0][count:]
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count

@@ -34,6 +34,16 @@ class States:
         scales = None if self.scales is None else self.scales[:, start:stop]
         return States(self.values[:, start:stop], scales)
 
+    def layer(self, index: int) -> States:
+        """One layer, a view `[1, n, H]`."""
+        scales = None if self.scales is None else self.scales[index : index + 1]
+        return States(self.values[index : index + 1], scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
     def __len__(self) -> int:
         return self.values.shape[1]
 

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,8 +42,8 @@ from .sums import seal, sum_files
 if TYPE_CHECKING:
     import zarr
 
-QUEUE = 16
-"""Appended pieces (a document each, as a rule) that may wait to be written; then `append` waits."""
+QUEUE_BYTES = 512 << 20
+"""Bytes that may wait to be written; then `append` waits (one piece larger than that waits alone)."""
 
 
 def existing_store(location: str | Path | Place, identity: Identity) -> Store | None:
@@ -140,6 +141,10 @@ def lock_store(location: str | Path | Place) -> AbstractContextManager[None]:
     return place_of(location).hold()
 
 
+WRITERS = 3
+"""Threads that write the layers of a part beside each other, and sync its shards."""
+
+
 class Parts(Protocol):
     """Where parts of one kind lie: a `Store`, or the next generation of one."""
 
@@ -179,16 +184,19 @@ class PartWriter:
         self._key = f"{store.parts_folder}/{name}"
         self._folder = store.place.stage(name)
         self._error: BaseException | None = None
-        self._queue: queue.Queue[tuple[States, States | None] | None] = queue.Queue(QUEUE)
+        self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="dflash-write")
+        self._queue: queue.Queue[tuple[States, States | None] | None] = queue.Queue()
+        self._waiting = 0
+        self._room = threading.Condition()
         try:
             with clear_errors(store.place):
                 self._group = zarr.create_group(str(self._folder))
                 tokens, width, encoding = sum(self._lengths), identity.hidden_size, identity.encoding
                 layers = len(identity.layer_ids)
-                where = self._group, self._folder
-                self._rows = {"hidden": RowsWriter(*where, "hidden", tokens, layers, width, encoding)}
+                shape = width, encoding, self._pool
+                self._rows = {"hidden": RowsWriter(self._group, self._folder, "hidden", tokens, layers, *shape)}
                 if identity.final:
-                    self._rows["final"] = RowsWriter(*where, "final", tokens, None, width, encoding)
+                    self._rows["final"] = RowsWriter(self._group, self._folder, "final", tokens, None, *shape)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -201,6 +209,7 @@ class PartWriter:
     def __exit__(self, *_: object) -> None:
         self._error = self._error or StoreError(f"part {self._name} was given up")  # what waits need not be written
         self._finish()
+        self._pool.shutdown()
         for rows in self._rows.values():
             rows.abandon()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -214,8 +223,11 @@ class PartWriter:
         """
         if (final is not None) != ("final" in self._rows):
             raise StoreError(f"part {self._name}: the store's identity and the final states given do not agree")
+        size = hidden.nbytes + (0 if final is None else final.nbytes)
+        with self._room:
+            self._room.wait_for(lambda: self._waiting == 0 or self._waiting + size <= QUEUE_BYTES or self._error)
+            self._waiting += size
         if self._error is not None:
-            self._finish()
             raise self._error
         self._queue.put((hidden, final))
 
@@ -277,9 +289,7 @@ class PartWriter:
         return self._store.place.commit(self._folder, self._key, RECORD)
 
     def _work(self) -> None:
-        while (piece := self._queue.get()) is not None:
-            if self._error is not None:
-                continue  # what comes after a failure is only taken off the queue
+        while (piece := self._queue.get()) is not None and self._error is None:
             hidden, final = piece
             try:
                 with clear_errors(self._store.place):
@@ -288,6 +298,9 @@ class PartWriter:
                         self._rows["final"].append(final)
             except BaseException as error:
                 self._error = error
+            with self._room:
+                self._waiting -= hidden.nbytes + (0 if final is None else final.nbytes)
+                self._room.notify()
 
     def _finish(self) -> None:
         if self._thread.is_alive():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ def write(folder: Path, states: States, sizes: list[int], encoding: Encoding = "
     """Write `[layers, n, H]` in pieces of the given sizes, without an axis of layers if there is one."""
     layers, count, width = states.values.shape
     group = zarr.create_group(str(folder))
-    writer = RowsWriter(group, folder, "hidden", count, None if layers == 1 else layers, width, encoding)
-    at = 0
-    for size in [*sizes, count]:
-        writer.append(states.rows(at, min(count, at + size)))
-        at = min(count, at + size)
-    return writer.close()
+    with ThreadPoolExecutor(2) as pool:
+        writer = RowsWriter(group, folder, "hidden", count, None if layers == 1 else layers, width, encoding, pool)
+        at = 0
+        for size in [*sizes, count]:
+            writer.append(states.rows(at, min(count, at + size)))
+            at = min(count, at + size)
+        return writer.close()
 
 
 def read(reader: RowsReader, start: int, stop: int, layers: tuple[int, ...], encoding: Encoding = "bf16") -> States:
@@ -182,7 +184,8 @@ def test_a_deleted_shard_is_an_error(shard: tuple[Path, np.ndarray, Path]) -> No
 
 
 def test_rows_must_add_up(tmp_path: Path) -> None:
-    writer = RowsWriter(zarr.create_group(str(tmp_path)), tmp_path, "hidden", 10, None, 4)
-    writer.append(States(bits_of(0, 1, 9, 4)))
-    with pytest.raises(StoreError, match="9 rows were written where 10 were due"):
-        writer.close()
+    with ThreadPoolExecutor(1) as pool:
+        writer = RowsWriter(zarr.create_group(str(tmp_path)), tmp_path, "hidden", 10, None, 4, "bf16", pool)
+        writer.append(States(bits_of(0, 1, 9, 4)))
+        with pytest.raises(StoreError, match="9 rows were written where 10 were due"):
+            writer.close()
