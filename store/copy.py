@@ -41,15 +41,10 @@ def copy_store(source: str | Path | Place, target: str | Path | Place, listener:
     with place.hold():
         for plan in store.place.folders(PLANS):
             _copy_folder(store.place, place, f"{PLANS}/{plan}", "plan.json")
-        copy.refresh()
-        there = {part.id: part for part in copy.parts}
-        if differing := [part.id for part in store.parts if there.get(part.id, part) != part]:
-            raise StoreError(f"{place} has another part {differing[0]} than {store.place}: copy to a new path")
-        todo = [part for part in store.parts if part.id not in there]
-        listener.start(store.tokens, store.tokens - sum(part.tokens for part in todo))
+        listener.start(store.tokens, 0)
         pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dflash-copy")
         try:
-            jobs = {pool.submit(_copy_part, store, place, part.id): part for part in todo}
+            jobs = {pool.submit(_copy_part, store, place, part.id): part for part in store.parts}
             for job in as_completed(jobs):
                 job.result()
                 listener.advance(jobs[job].tokens, jobs[job].id)
@@ -64,6 +59,11 @@ def copy_store(source: str | Path | Place, target: str | Path | Place, listener:
 
 def _copy_part(store: Store, target: Place, name: str) -> None:
     key = f"{store.parts_folder}/{name}"
+    if target.exists(f"{key}/{RECORD}"):
+        # The record sums all that the part consists of.
+        if target.read(f"{key}/{RECORD}") != store.place.read(f"{key}/{RECORD}"):
+            raise StoreError(f"{target} has another part {name} than {store.place}: copy to a new path")
+        return
     if isinstance(store.place, Directory) and not isinstance(target, Directory):
         if problems := check_part(store.place, key, store.identity):
             raise StoreError(f"{problems[0]}; it was not copied")

@@ -13,7 +13,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -202,8 +202,9 @@ class ObjectPlace:
         finally:
             ended.set()
             thread.join()
-            if self.read(LOCK) == owner:
-                obstore.delete(self._store, LOCK)
+            with suppress(FileNotFoundError):  # taken over, which only a long silence allows
+                if self.read(LOCK) == owner:
+                    obstore.delete(self._store, LOCK)
 
     def _take_over(self, owner: bytes) -> Any:
         import obstore
@@ -239,7 +240,7 @@ class ObjectPlace:
 
 
 def _version(found: Any) -> Any:
-    return {"e_tag": found["e_tag"], "version": found.get("version")}
+    return {key: found[key] for key in ("e_tag", "version") if found.get(key)}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .format import FILES_KEY, PARTS, RECORD, ROOT_KEY, Identity, StoreError
 from .fp8 import encode_bits
+from .index import write_manifest_file
 from .place import Directory, Place, place_of
 from .progress import SILENT, Listener
 from .reader import Store, open_store, read_root, stored_bytes
@@ -73,6 +74,8 @@ def delete_parts(location: str | Path | Place, names: Sequence[str]) -> None:
         present = set(place.folders(folder))
         if absent := [name for name in names if name not in present]:
             raise StoreError(f"part {absent[0]} is not in {place}: `dflash store info --parts` lists those that are")
+        # First out of the manifest, which is believed where looking at every part would take long.
+        write_manifest_file(place, folder, [])
         for name in names:
             place.remove(f"{folder}/{name}", RECORD)
         _write_index(place)

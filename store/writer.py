@@ -37,7 +37,7 @@ from .place import Directory, Place, clear_errors, place_of
 from .reader import Store, open_store
 from .rows import RowsWriter
 from .states import States
-from .sums import seal, sum_files
+from .sums import Sums, seal, sum_files
 
 if TYPE_CHECKING:
     import zarr
@@ -103,7 +103,7 @@ def create_store(
     return open_store(place)
 
 
-def root_attributes(identity: Identity, parts: str, head: dict[str, list[int | None]]) -> dict[str, Any]:
+def root_attributes(identity: Identity, parts: str, head: Sums) -> dict[str, Any]:
     """The attributes of a store's root group.
 
     Args:
