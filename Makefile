@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types check wheel clean
+.PHONY: demo test soak lint types check wheel clean
 
 demo: $(STAMP)
 	$(BIN)/dflash demo --out build/demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# The kill tests, a hundred kills each, with a seed of the day's own.
+soak: $(STAMP)
+	DFLASH_TEST_KILLS=100 DFLASH_TEST_SEED=$${DFLASH_TEST_SEED:-$$(date +%j)} $(BIN)/python -m pytest tests -k killed --timeout=3000
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,11 +20,14 @@ def fsync_directory(path: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """Make every file and directory below `root` durable, the deepest first."""
+    """Make every file and directory below `root` durable, the deepest first, and the files readable by everybody: some
+    libraries make files that only their owner may read.
+    """
     for folder, _, names in os.walk(root, topdown=False):
         for name in names:
             descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
             try:
+                os.fchmod(descriptor, 0o644)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def verify(location: str | Path | Place, listener: Listener = SILENT, threads: i
     with ThreadPoolExecutor(threads or place.threads, thread_name_prefix="dflash-verify") as pool:
         jobs = {pool.submit(check_part, place, f"{folder}/{name}", identity, listed.get(name)): name for name in names}
         for job in as_completed(jobs):
-            name, problems = jobs[job], job.result()
+            name, problems = jobs[job], _result(job)
             if problems:
                 report.problems += problems
                 report.damaged.append(name)
@@ -101,6 +101,13 @@ def verify(location: str | Path | Place, listener: Listener = SILENT, threads: i
     report.damaged.sort()
     report.seconds = time.perf_counter() - began
     return report
+
+
+def _result(job: Future[list[str]]) -> list[str]:
+    try:
+        return job.result()
+    except OSError as error:  # what may not be read, or what the disk fails to give
+        return [f"{error.filename}: {error.strerror}"]
 
 
 def check_part(place: Place, key: str, identity: Identity, listed: PartRecord | None = None) -> list[str]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +22,7 @@ from dflash_offline.store import (
     States,
     Store,
     create_store,
+    lock_store,
 )
 from dflash_offline.store.fp8 import encode_bits
 from dflash_offline.store.head import save_head
@@ -109,3 +114,30 @@ def read_all(store: Store, index: int, name: str = "hidden") -> States:
 def files_of(store: Path) -> dict[str, bytes]:
     """Every file of a store."""
     return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.rglob("*")) if p.is_file()}
+
+
+def write_parts(path: str) -> None:
+    """Write a store of twelve parts and its index, or what is left of it to write."""
+    store = new_store(path)
+    with lock_store(path):
+        for number in range(12):
+            if not store.has(name := f"t-{number:02d}"):
+                write_part(store, name, seed=number)
+        store.refresh()
+        store.write_index()
+
+
+def run_killed(work: Callable[[str], None], path: Path, after: float | None) -> bool:
+    """Run `work` on a path in a process of its own, killed after so many seconds; True when it ended by itself.
+
+    The processes come from a server that has this module loaded, so that the time is the work's.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["stores", "zarr"])
+    process = context.Process(target=work, args=(str(path),))
+    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):  # where the server finds this module
+        process.start()
+    process.join(after)
+    process.kill()
+    process.join()
+    return process.exitcode == 0

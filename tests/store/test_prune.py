@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from stores import bits_of, files_of, filled_store, read_all
+from stores import bits_of, files_of, filled_store, read_all, run_killed
 
 from dflash_offline.store import StoreError, lock_store, open_store
 from dflash_offline.store.fp8 import encode_bits
@@ -123,35 +121,28 @@ def test_deleted_parts_are_gone_from_the_index(tmp_path: Path) -> None:
     assert verify(tmp_path / "s").problems == []
 
 
-PRUNER = """
-import sys
-from dflash_offline.store import open_store
-from dflash_offline.store.prune import prune, pruned_identity
-identity = open_store(sys.argv[1]).identity
-print("begun", flush=True)
-prune(sys.argv[1], pruned_identity(identity, layers=[1], fp8=True))
-"""
+def prune_hard(path: str) -> None:
+    """Prune a store, or what is left of it to prune."""
+    identity = open_store(path).identity
+    prune(path, pruned_identity(identity, layers=[1], fp8=True))
 
 
 def test_killed_at_random_instants_pruning_goes_on(tmp_path: Path) -> None:
-    filled_store(tmp_path / "calm", parts=8)
-    shutil.copytree(tmp_path / "calm", tmp_path / "hit")
-    calm = open_store(tmp_path / "calm")
-    prune(calm.place, pruned_identity(calm.identity, layers=[1], fp8=True))
-    rng = random.Random(3)
+    filled_store(tmp_path / "whole", parts=8)
+    shutil.copytree(tmp_path / "whole", tmp_path / "calm")
+    began = time.monotonic()
+    assert run_killed(prune_hard, tmp_path / "calm", None)
+    duration = time.monotonic() - began
+    rng = random.Random(int(os.environ.get("DFLASH_TEST_SEED", "0")))
     killed = 0
-    for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", PRUNER, str(tmp_path / "hit")], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(rng.uniform(0.3, 1.2))  # torch is loaded first
-        process.send_signal(signal.SIGKILL)
-        process.stdout.close()
-        killed += process.wait() != 0
+    for number in range(int(os.environ.get("DFLASH_TEST_KILLS", "4"))):
+        if number % 4 == 0:
+            shutil.rmtree(tmp_path / "hit", ignore_errors=True)
+            shutil.copytree(tmp_path / "whole", tmp_path / "hit")
+        killed += not run_killed(prune_hard, tmp_path / "hit", rng.uniform(0, duration))
         assert len(open_store(tmp_path / "hit").parts) == 8
+        if number % 4 == 3:
+            assert run_killed(prune_hard, tmp_path / "hit", None)
+            assert files_of(tmp_path / "hit") == files_of(tmp_path / "calm")
+            assert verify(tmp_path / "hit").problems == []
     assert killed
-    hit = open_store(tmp_path / "hit")
-    prune(hit.place, pruned_identity(hit.identity, layers=[1], fp8=True))
-    assert parts_of(tmp_path / "hit") == parts_of(tmp_path / "calm")
-    assert verify(tmp_path / "hit").problems == []
-    assert {entry.name for entry in (tmp_path / "hit").iterdir()} == {"meta", "parts-1", "zarr.json"}

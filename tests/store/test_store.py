@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import dask.array
 import numpy as np
 import pytest
 import zarr
-from stores import IDENTITY, bits_of, files_of, new_store, read_all, write_part
+from stores import IDENTITY, bits_of, files_of, new_store, read_all, run_killed, write_part, write_parts
 
 from dflash_offline.store import (
     HELDOUT,
@@ -26,6 +23,7 @@ from dflash_offline.store import (
     lock_store,
     open_store,
 )
+from dflash_offline.store.verify import verify
 
 
 def test_plain_zarr_python_opens_it(tmp_path: Path) -> None:
@@ -193,49 +191,20 @@ def test_documents_are_indexed_by_split(tmp_path: Path) -> None:
         store.layer_indices((1, 2))
 
 
-WRITER = """
-import sys
-from pathlib import Path
-sys.path[:0] = [{tests!r}]
-from dflash_offline.store import lock_store
-from stores import new_store, write_part
-path = Path(sys.argv[1])
-store = new_store(path)
-print("begun", flush=True)
-with lock_store(path):
-    for number in range(12):
-        name = f"t-{{number:02d}}"
-        if not (path / "parts" / name).exists():
-            write_part(store, name, seed=number)
-    store.refresh()
-    store.write_index()
-"""
-
-
-def run_writer(path: Path, kill_after: float | None) -> bool:
-    """Run the writer in a process, perhaps kill it; True when it ended by itself."""
-    code = WRITER.format(tests=str(Path(__file__).parent.parent))
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(process.pid, signal.SIGKILL)
-    process.stdout.close()
-    return process.wait() == 0
-
-
 def test_killed_at_random_instants_the_store_ends_byte_identical(tmp_path: Path) -> None:
-    assert run_writer(tmp_path / "calm", None)
-    seed = int(os.environ.get("DFLASH_TEST_SEED", "0"))
-    rng = random.Random(seed)
+    began = time.monotonic()
+    assert run_killed(write_parts, tmp_path / "calm", None)
+    duration = time.monotonic() - began
+    rng = random.Random(int(os.environ.get("DFLASH_TEST_SEED", "0")))
     killed = 0
-    for _ in range(int(os.environ.get("DFLASH_TEST_KILLS", "4"))):
-        if not run_writer(tmp_path / "hit", rng.uniform(0, 0.25)):
-            killed += 1
+    for number in range(int(os.environ.get("DFLASH_TEST_KILLS", "6"))):
+        if number % 6 == 0:
+            shutil.rmtree(tmp_path / "hit", ignore_errors=True)  # else later kills find little left to write
+        killed += not run_killed(write_parts, tmp_path / "hit", rng.uniform(0, duration))
+        if (tmp_path / "hit").exists():
             open_store(tmp_path / "hit")  # opens at every instant
-    assert run_writer(tmp_path / "hit", None)
+        if number % 6 == 5:
+            assert run_killed(write_parts, tmp_path / "hit", None)
+            assert files_of(tmp_path / "hit") == files_of(tmp_path / "calm")
+            assert verify(tmp_path / "hit").problems == []
     assert killed, "no kill came in time to interrupt the writer"
-    calm, hit = files_of(tmp_path / "calm"), files_of(tmp_path / "hit")
-    assert calm.keys() == hit.keys()
-    assert calm == hit
