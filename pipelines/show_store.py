@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
 from rich.table import Table
 
 from ..store import Identity, Store
 from ..store.reader import stored_bytes
-from ..store.verify import Report
 from .console import console
 
-BAR = 40
+if TYPE_CHECKING:
+    from ..store.verify import Report
+
+BAR = 28
 """Columns of a bar that stands for everything."""
 SHOWN = 20
 """Problems printed; --json has all."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ DEVICE = "0" if torch.cuda.is_available() else "cpu"
 """Where states come from: kernels for linear attention, once installed, are used on the CPU too and fail there."""
 
 
-def prepare_store(target: Path, files: list[Path], store: Path, dtype: Any = "auto", **changes: Any) -> Prepared:
+def prepare_store(target: Path, files: list[Path], store: str | Path, dtype: Any = "auto", **changes: Any) -> Prepared:
     """A store with a plan; `changes` go to the data or extract settings, whichever has the key."""
     data: dict[str, Any] = {"files": [str(path) for path in files]}
     extract: dict[str, Any] = {"layer_ids": [1, 3, 5], "unit_tokens": 600, "batch_tokens": 400}
@@ -81,3 +82,31 @@ def filled(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
     """A real store of 40 conversations of the random hybrid, several parts. Not to be changed."""
     folder = tmp_path_factory.mktemp("filled")
     return fill(prepare_store(hybrid, [write_data(folder / "data.jsonl", 40, heldout=6)], folder / "states"))
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[str]:
+    """A server that speaks S3, on loopback."""
+    moto_server = pytest.importorskip("moto.server")
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def prefix(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix of a new bucket; credentials and endpoint in the environment, as users give them."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    bucket = f"bucket-{uuid4().hex[:12]}"
+    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/some/where"

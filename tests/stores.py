@@ -141,3 +141,12 @@ def run_killed(work: Callable[[str], None], path: Path, after: float | None) -> 
     process.kill()
     process.join()
     return process.exitcode == 0
+
+
+def some_codes(layers: int, rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """All codes but those that are not numbers, and scales over many magnitudes."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (layers, rows, width), dtype=np.uint8)
+    codes[codes & 0x7F == 0x7F] = 0x7E
+    scales = np.exp2(rng.uniform(-40, 20, (layers, rows))).astype(np.float32)
+    return torch.from_numpy(codes), torch.from_numpy(scales)

@@ -37,12 +37,12 @@ def decode_reference(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def decode_kernel(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The same in Triton."""
     codes, scales = codes.contiguous(), scales.contiguous()
-    out = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
+    out = torch.empty(codes.shape, dtype=torch.int16, device=codes.device)
     width = codes.shape[-1]
     block = min(8192, triton.next_power_of_2(width))
     grid = (codes.numel() // width, triton.cdiv(width, block))
     _decode[grid](codes, scales, out, width, block)  # pyright: ignore[reportArgumentType]
-    return out
+    return out.view(torch.bfloat16)
 
 
 @triton.jit
@@ -53,4 +53,7 @@ def _decode(codes: Any, scales: Any, out: Any, width: Any, block: tl.constexpr):
     code = tl.load(codes + row * width + column, mask=inside, other=0).to(tl.int32)
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    tl.store(out + row * width + column, (value * tl.load(scales + row)).to(tl.bfloat16), mask=inside)
+    # Rounded to nearest even by hand, since Triton's interpreter cuts off where a GPU rounds.
+    exact = (value * tl.load(scales + row)).to(tl.int32, bitcast=True)
+    rounded = (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16
+    tl.store(out + row * width + column, rounded.to(tl.int16), mask=inside)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -22,33 +20,6 @@ from dflash_offline.store.prune import delete_parts, prune, pruned_identity
 from dflash_offline.store.verify import verify
 
 obstore = pytest.importorskip("obstore")
-moto_server = pytest.importorskip("moto.server")
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def prefix(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A prefix of a new bucket; credentials and endpoint in the environment, as users give them."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    import boto3
-
-    bucket = f"bucket-{uuid4().hex[:12]}"
-    boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket=bucket)
-    return f"s3://{bucket}/some/where"
 
 
 def contents(location: str | Path) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
@@ -189,6 +190,32 @@ def test_documents_are_indexed_by_split(tmp_path: Path) -> None:
         store.documents(TRAIN, ["t-1", "t-9"])
     with pytest.raises(StoreError, match="layer 2 is not in the store"):
         store.layer_indices((1, 2))
+
+
+def test_a_store_is_read_while_it_is_written(tmp_path: Path) -> None:
+    """Every part is whole as soon as it is seen, and what was seen stays."""
+    new_store(tmp_path / "s")
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=write_parts, args=(str(tmp_path / "s"),))
+    process.start()
+    store = open_store(tmp_path / "s")
+    seen: list[str] = []
+    sizes = set()
+    while True:
+        ended = not process.is_alive()
+        store.refresh()
+        names = [part.id for part in store.parts]
+        assert set(seen) <= set(names)
+        for name in sorted(set(names) - set(seen)):
+            read_all(store, names.index(name))
+        seen = names
+        sizes.add(len(names))
+        assert len(store.documents(TRAIN)) == 3 * len(names)
+        if ended:
+            break
+    assert process.exitcode == 0
+    assert len(seen) == 12
+    assert len(sizes) > 2, "the writer was never seen at work"
 
 
 def test_killed_at_random_instants_the_store_ends_byte_identical(tmp_path: Path) -> None:
