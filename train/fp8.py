@@ -9,8 +9,6 @@ Memory-bound: one byte read and two written a value.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -46,7 +44,7 @@ def decode_kernel(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _decode(codes: Any, scales: Any, out: Any, width: Any, block: tl.constexpr):
+def _decode(codes, scales, out, width, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width

@@ -1,7 +1,11 @@
 """Muon for the matrices, AdamW for the rest, on fp32 masters; the interface of `optimizer.MasterAdamW`.
 
-Muon (Jordan et al. 2024) is torch's own; its update is an orthogonalised momentum, so its size does not depend on the
-gradient's, and matrices need no clipping. It waits for the host once an update, to leave a bad gradient out.
+Muon (Jordan et al. 2024): the momentum M of a matrix's gradient is replaced by the nearest orthogonal matrix, by five
+steps of X <- a X + (b A + c A A) X, A = X X', from X = M / |M|. So an update's size does not depend on the gradient's,
+and matrices need no clipping. It waits for the host once an update, to leave a bad gradient out.
+
+torch's own Muon takes these steps in bfloat16 everywhere; on a CPU without bfloat16 arithmetic that is fifty times slower
+than float32. Here they are in float32 on a CPU and in bfloat16 on a GPU; all else is the same (a test compares).
 """
 
 from __future__ import annotations
@@ -12,6 +16,24 @@ import torch
 from torch import nn
 
 from .optimizer import MasterAdamW
+
+MOMENTUM = 0.95
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.775, 2.0315)
+"""a, b, c: singular values end up near 1 after few steps, from as far down as 1e-3 of the norm."""
+
+
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """About the nearest matrix with singular values of 1, `[m, n]` float32."""
+    a, b, c = COEFFICIENTS
+    x = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
+    x = x / x.norm().clamp_min(1e-7)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    for _ in range(STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if tall else x).float()
 
 
 class MasterMuon:
@@ -33,12 +55,9 @@ class MasterMuon:
             clip=clip,
             weight_decay=weight_decay,
         )
-        self._masters = [nn.Parameter(parameter.detach().float().clone()) for _, parameter in self._matrices]
-        # "match_rms_adamw" scales updates to the size of AdamW's, so that rates mean about the same for any shape.
-        self._muon = torch.optim.Muon(self._masters, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        for master in self._masters:
-            self._muon.state[master]["momentum_buffer"] = torch.zeros_like(master)
-        self._ratio = ratio
+        self._masters = [parameter.detach().float().clone() for _, parameter in self._matrices]
+        self._momenta = [torch.zeros_like(master) for master in self._masters]
+        self._ratio, self._weight_decay = ratio, weight_decay
 
     @property
     def skipped(self) -> torch.Tensor:
@@ -48,35 +67,42 @@ class MasterMuon:
     @torch.no_grad()
     def step(self, rate: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
         """One update, as `MasterAdamW.step`; the norm returned is that of all gradients."""
+        gradients = []
         for (_, parameter), master in zip(self._matrices, self._masters, strict=True):
-            gradient = parameter.grad
-            master.grad = torch.zeros_like(master) if gradient is None else gradient.float() / denominator
+            gradient = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
+            gradients.append(gradient / denominator)
             parameter.grad = None
-        norms = [master.grad.norm() for master in self._masters if master.grad is not None]
-        norm = torch.stack(norms).norm()
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         good = bool(torch.isfinite(norm))
         # A denominator of zero makes AdamW leave its part out too; so must a gradient that is bad in a matrix only.
         rest = self._rest.step(rate, denominator if good else torch.zeros_like(denominator))
         if good and bool(torch.isfinite(rest)):
-            self._muon.param_groups[0]["lr"] = float(rate) * self._ratio
-            self._muon.step()
-            for (_, parameter), master in zip(self._matrices, self._masters, strict=True):
-                parameter.copy_(master)
+            for index, gradient in enumerate(gradients):
+                self._update(index, gradient, float(rate) * self._ratio)
         return torch.stack([norm, rest]).norm()
+
+    def _update(self, index: int, gradient: torch.Tensor, rate: float) -> None:
+        master, momentum = self._masters[index], self._momenta[index]
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        step = orthogonalized(gradient.lerp(momentum, MOMENTUM))  # Nesterov's: as if momentum were a step ahead
+        # Scaled to the size of AdamW's updates, so that rates mean about the same for any shape.
+        size = 0.2 * max(master.shape) ** 0.5
+        master.mul_(1 - rate * self._weight_decay).add_(step, alpha=-rate * size)
+        self._matrices[index][1].copy_(master)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Everything an exact resumption needs, by name."""
         found = self._rest.state()
-        for (name, _), master in zip(self._matrices, self._masters, strict=True):
-            found[f"master.{name}"] = master.detach()
-            found[f"momentum.{name}"] = self._muon.state[master]["momentum_buffer"]
+        for (name, _), master, momentum in zip(self._matrices, self._masters, self._momenta, strict=True):
+            found[f"master.{name}"] = master
+            found[f"momentum.{name}"] = momentum
         return found
 
     @torch.no_grad()
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Take over what `state` gave, and write the masters into the model's weights."""
         self._rest.load(state)
-        for (name, parameter), master in zip(self._matrices, self._masters, strict=True):
+        for (name, parameter), master, momentum in zip(self._matrices, self._masters, self._momenta, strict=True):
             master.copy_(state[f"master.{name}"])
-            self._muon.state[master]["momentum_buffer"].copy_(state[f"momentum.{name}"])
+            momentum.copy_(state[f"momentum.{name}"])
             parameter.copy_(master)
