@@ -4,8 +4,8 @@ Muon (Jordan et al. 2024): the momentum M of a matrix's gradient is replaced by 
 steps of X <- a X + (b A + c A A) X, A = X X', from X = M / |M|. So an update's size does not depend on the gradient's,
 and matrices need no clipping. It waits for the host once an update, to leave a bad gradient out.
 
-torch's own Muon takes these steps in bfloat16 everywhere; on a CPU without bfloat16 arithmetic that is fifty times slower
-than float32. Here they are in float32 on a CPU and in bfloat16 on a GPU; all else is the same (a test compares).
+torch's own Muon takes these steps in bfloat16 everywhere; on a CPU without bfloat16 arithmetic that is fifty times
+slower than float32. Here they are in float32 on a CPU and in bfloat16 on a GPU; all else is the same (a test compares).
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def test_states_in_bf16_are_near_those_in_fp32(hybrid: Path, tmp_path: Path) -> 
             prepared.store.part(index).read("hidden", 0, record.tokens, (0, 1, 2), States(bits))
             found.append(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float())
         states.append(torch.cat(found, 1))
-    assert (states[0] - states[1]).norm() / states[0].norm() < 0.05
+    # Eight layers of bf16 rounding; 0.053 was seen on an H200, and states of another layer or token differ by 1.
+    assert (states[0] - states[1]).norm() / states[0].norm() < 0.1
 
 
 def test_a_run_in_bf16_resumes_bit_identical(filled: Store, tmp_path: Path) -> None:
