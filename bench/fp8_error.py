@@ -2,7 +2,7 @@
 
     python -m bench.fp8_error states
 
-For each stored layer, over the first tokens of the store: the relative error |x' - x| / |x| of all of it (Frobenius), of
+For each stored layer, over the first tokens of a store: the relative error |x' - x| / |x| of all of it (Frobenius), of
 the median token, and of the worst one. x is what a bf16 store holds, x' what comes back from fp8.
 """
 

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -90,15 +89,18 @@ class Fetcher:
         Raises:
             StoreError: something is missing or damaged.
         """
-        todo: list[Piece] = []
+        self.read(self._pieces(batch, group))
+
+    def _pieces(self, batch: Batch, group: Sequence[int]) -> Iterator[Piece]:
+        """What to read for a batch; everything but states is filled in on the way."""
         at = 0
         for index in group:
             part = self._store.part(int(self._documents.part[index]))
             start, length = int(self._documents.start[index]), int(self._documents.length[index])
             stop, here = start + length, slice(at, at + length)
-            todo += part.pieces("hidden", start, stop, self._layers, batch.hidden.rows(at, at + length))
+            yield from part.pieces("hidden", start, stop, self._layers, batch.hidden.rows(at, at + length))
             if batch.final is not None:
-                todo += part.pieces("final", start, stop, (0,), batch.final.rows(at, at + length))
+                yield from part.pieces("final", start, stop, (0,), batch.final.rows(at, at + length))
             batch.tokens[here] = part.small("tokens")[start:stop]
             batch.loss_mask[here] = part.small("loss_mask")[start:stop]
             batch.doc_start[here] = at
@@ -107,25 +109,26 @@ class Fetcher:
         batch.loss_mask[at:] = False
         batch.doc_start[at:] = len(batch.doc_start)
         batch.documents, batch.used = list(group), at
-        self.read(todo)
 
     def read(self, todo: Iterable[Piece]) -> None:
         """Read pieces, whichever thread is free taking the next. Raises the first error, when all have stopped."""
-        left = deque(todo)
+        # Worked out while other threads read already: what to read takes long too, beside eight threads.
+        left, turn, failed = iter(todo), threading.Lock(), False
 
         def work() -> None:
+            nonlocal failed
             while True:
-                try:
-                    piece = left.popleft()
-                except IndexError:
-                    return  # nothing is left
+                with turn:
+                    piece = None if failed else next(left, None)
+                if piece is None:
+                    return
                 try:
                     piece.read()
                 except BaseException:
-                    left.clear()
+                    failed = True
                     raise
 
-        helpers = [self._pool.submit(work) for _ in range(min(self._threads, len(left)) - 1)]
+        helpers = [self._pool.submit(work) for _ in range(self._threads - 1)]
         try:
             work()
         finally:

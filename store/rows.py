@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -253,23 +254,23 @@ class ShardRows:
             raise StoreError(f"{place}/{key}: there are not as many checksums as chunks: the part is not whole")
         self._touched = np.zeros(checksums.shape, bool)
         self._lock = threading.Lock()
-        self._blobs: dict[int, tuple[Blob, np.ndarray]] = {}
+        self._blobs: dict[int, tuple[Blob, list[tuple[int, int]]]] = {}
 
     def read_piece(self, chunk: int, layer: int, low: int, high: int, out: States) -> None:
         """See `RowsReader`."""
         shard, within = divmod(chunk, self._chunks_per_shard)
         blob, index = self._open(shard)
-        offset, length = (int(x) for x in index[within * self._layers + layer])
+        offset, length = index[within * self._layers + layer]
         if length != self._chunk_bytes:
             raise StoreError(f"{self._place}/{self._key}: chunk {chunk} of layer index {layer} is absent")
-        wanted = self._segments(low, high, out)
         try:
             if self._touched[chunk, layer]:
-                for start, size, view in wanted:
-                    if view is not None and size:
-                        blob.read_into(view, offset + start)
+                blob.read_into(_target(out.values), offset + low * self._value_bytes)
+                if out.scales is not None:
+                    scales = offset + CHUNK_TOKENS * self._value_bytes
+                    blob.read_into(_target(out.scales), scales + low * self._scale_bytes)
                 return
-            checksum = self._read_and_sum(blob, offset, wanted)
+            checksum = self._read_and_sum(blob, offset, self._segments(low, high, out))
         except EOFError:
             raise StoreError(f"{self._place}/{self._key}: the shard of chunk {chunk} is cut short") from None
         if checksum != int(self._checksums[chunk, layer]):
@@ -292,10 +293,10 @@ class ShardRows:
 
     def _segments(self, low: int, high: int, out: States) -> list[tuple[int, int, memoryview | None]]:
         """The chunk's bytes in order: (start, size, where they are wanted, or None)."""
-        found = _cut(0, self._value_bytes, low, high, _target(out.values[0]))
+        found = _cut(0, self._value_bytes, low, high, _target(out.values))
         if self._scale_bytes:
             assert out.scales is not None
-            found += _cut(CHUNK_TOKENS * self._value_bytes, self._scale_bytes, low, high, _target(out.scales[0]))
+            found += _cut(CHUNK_TOKENS * self._value_bytes, self._scale_bytes, low, high, _target(out.scales))
         return found
 
     def _read_and_sum(self, blob: Blob, offset: int, segments: list[tuple[int, int, memoryview | None]]) -> int:
@@ -310,13 +311,16 @@ class ShardRows:
                 checksum = crc32c(block, checksum)
         return checksum
 
-    def _open(self, shard: int) -> tuple[Blob, np.ndarray]:
+    def _open(self, shard: int) -> tuple[Blob, list[tuple[int, int]]]:
+        if (found := self._blobs.get(shard)) is not None:
+            return found
         with self._lock:
             if shard not in self._blobs:
                 self._blobs[shard] = self._open_shard(shard)
             return self._blobs[shard]
 
-    def _open_shard(self, shard: int) -> tuple[Blob, np.ndarray]:
+    def _open_shard(self, shard: int) -> tuple[Blob, list[tuple[int, int]]]:
+        """A shard's file and its index: offset and length of each chunk."""
         key = f"{self._key}/c/{shard}{self._tail}"
         try:
             blob = self._place.open(key)
@@ -333,7 +337,7 @@ class ShardRows:
                 f"{self._place}/{key}: the shard's index does not agree with its checksum: "
                 "the file is damaged or cut short"
             )
-        return blob, np.frombuffer(raw[:-4], "<u8").reshape(-1, 2)
+        return blob, list(struct.iter_unpack("<QQ", raw[:-4]))
 
 
 def _is_plain(metadata: dict[str, Any], encoding: Encoding) -> bool:
@@ -384,7 +388,7 @@ def _bytes(array: np.ndarray) -> memoryview:
 def _target(array: np.ndarray) -> memoryview:
     if not array.flags.c_contiguous:
         raise ValueError("rows are read into contiguous memory only")
-    return _bytes(array)
+    return array.data.cast("B") if array.size else memoryview(b"")
 
 
 def _copy(source: States, target: States) -> None:

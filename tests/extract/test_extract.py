@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import fill
+from stores import files_of
 from tiny import conversation, write_data
 
 from dflash_offline.extract.data import DataError
@@ -17,16 +18,13 @@ from dflash_offline.extract.run import Prepared, extract
 from dflash_offline.extract.unit import run_unit
 from dflash_offline.store import HELDOUT, TRAIN, Store, StoreError, open_store
 from dflash_offline.store.progress import SILENT, Listener
+from dflash_offline.store.prune import prune, pruned_identity
 
 MakeStore = Callable[..., Prepared]
 
 
 def all_ids(store: Store) -> list[int]:
     return [int(i) for split in (HELDOUT, TRAIN) for i in store.documents(split).ids]
-
-
-def files_of(store: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.rglob("*")) if p.is_file()}
 
 
 def test_dask_workers_make_the_store_that_one_process_makes(
@@ -44,6 +42,20 @@ def test_dask_workers_make_the_store_that_one_process_makes(
     assert sum(seen) == store.tokens
     for path, content in files_of(tmp_path / "alone" / "parts").items():
         assert (tmp_path / "dask" / "parts" / path).read_bytes() == content, path
+
+
+def test_states_extracted_in_fp8_are_those_converted_later(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 10)]
+    later = fill(make_store(hybrid, data, tmp_path / "later"))
+    at_once = fill(make_store(hybrid, data, tmp_path / "at_once", encoding="fp8"))
+    later = prune(later.place, pruned_identity(later.identity, fp8=True))
+    assert later.identity == at_once.identity
+    for ours, theirs in zip(later.parts, at_once.parts, strict=True):
+        assert ours.id == theirs.id
+        folders = [tmp_path / "later" / later.parts_folder, tmp_path / "at_once" / at_once.parts_folder]
+        for name in ("hidden", "final", "checksums"):
+            assert files_of(folders[0] / ours.id / name) == files_of(folders[1] / ours.id / name)
+    assert later.bytes_stored() < 0.6 * fill(make_store(hybrid, data, tmp_path / "whole")).bytes_stored()
 
 
 def test_failed_units_are_named_after_the_rest_is_done(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:

@@ -30,6 +30,24 @@ def dflash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
+def test_the_flow_with_the_store_in_an_object_store(hybrid: Path, tmp_path: Path, prefix: str) -> None:
+    data = write_data(tmp_path / "data.jsonl", 8)
+    for command in (
+        ("init", "--target", str(hybrid), "--data", str(data), "--set", f"store.path={prefix}"),
+        ("extract", "--gpus", "cpu"),
+        ("store", "verify"),
+        ("train", "--gpus", "cpu", "--set", "train.epochs=1"),
+        ("evaluate", "--gpus", "cpu"),
+        ("extract", "--gpus", "cpu"),
+    ):
+        done = dflash(tmp_path, *command)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+    assert f"{prefix}: 8 documents" in done.stdout
+    assert "0 to do" in done.stdout
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["data.jsonl", "dflash.toml", "runs"]
+
+
 def test_the_flow_in_an_empty_directory(hybrid: Path, tmp_path: Path) -> None:
     data = write_data(tmp_path / "elsewhere.jsonl", 20)
     work = tmp_path / "work"
