@@ -3,7 +3,7 @@
     python -m bench.store_read --folder /tmp/bench
 
 All read the same documents in turn, round after round, from a warm page cache; the table gives the median of the rounds
-and the ratio of medians. Ratios are the result: rates belong to a machine. `--cold` adds reads with the page cache
+and, in its last columns, the rate of this store (chunks verified before, and at first touch) over that of the row. Ratios are the result: rates belong to a machine. `--cold` adds reads with the page cache
 emptied of these files, beside a plain sequential read of the same shards. Libraries that are not installed are left out
 and said so. The libraries return fresh arrays, and with glibc's default settings pay for that in page faults; set
 MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1 to spare them.
@@ -151,8 +151,8 @@ class Bench:
 
         return read
 
-    def safetensors(self) -> Reader:
-        """A file a document, mapped, each copied into the buffer."""
+    def safetensors(self, by_layer: bool) -> Reader:
+        """A file a document, mapped and copied into the buffer, a thread a document or a thread a layer of one."""
         import torch
         from safetensors import safe_open
 
@@ -160,16 +160,18 @@ class Bench:
         self._write_safetensors(folder)
         target = torch.from_numpy(self.batch.hidden.values.view(np.int16))
 
-        def read(piece: tuple[int, int, int]) -> None:
-            index, at, layer = piece
+        layers = [slice(layer, layer + 1) for layer in self.layers] if by_layer else [slice(None)]
+
+        def read(piece: tuple[int, int, slice]) -> None:
+            index, at, some = piece
             length = int(self.documents.length[index])
             with safe_open(folder / f"{index}.safetensors", "pt") as file:
-                target[layer, at : at + length].copy_(file.get_tensor("hidden")[layer])  # mapped: copied only here
+                target[some, at : at + length].copy_(file.get_tensor("hidden")[some])  # mapped: copied only here
 
         def read_all(chosen: Sequence[int]) -> None:
             places = np.concatenate([[0], np.cumsum(self.documents.length[list(chosen)])]).tolist()
             pairs = zip(chosen, places[:-1], strict=True)
-            list(self.pool.map(read, [(index, at, layer) for index, at in pairs for layer in self.layers]))
+            list(self.pool.map(read, [(index, at, some) for index, at in pairs for some in layers]))
 
         torch.set_num_threads(1)  # the pieces are spread over the threads already
         return read_all
@@ -245,7 +247,8 @@ def compare(bench: Bench, rounds: int, layers: tuple[int, ...], console: Console
         "tensorstore": lambda: bench.tensorstore(layers),
     }
     if len(layers) == len(bench.layers):
-        made["safetensors, a file a document"] = bench.safetensors
+        made["safetensors, a thread a document"] = lambda: bench.safetensors(by_layer=False)
+        made["safetensors, a thread a layer"] = lambda: bench.safetensors(by_layer=True)
     for name, make in made.items():
         try:
             reader = make()
@@ -265,11 +268,11 @@ def compare(bench: Bench, rounds: int, layers: tuple[int, ...], console: Console
             if number:  # the first round warms up
                 rates[name].append(size / (time.perf_counter() - began) / 1e9)
     title = f"{len(layers)} of {len(bench.layers)} layers"
-    table = Table("", "GB/s", "this store, verified", "this store, first touch", title=title)
+    table = Table("", "GB/s", "verified /", "first touch /", title=title)
     verified, fresh = (statistics.median(rates[name]) for name in list(ways)[:3] if name.startswith("this store"))
     for name, found in rates.items():
         rate = statistics.median(found)
-        table.add_row(name, f"{rate:.2f}", f"{verified / rate:.2f} x", f"{fresh / rate:.2f} x")
+        table.add_row(name, f"{rate:.2f}", f"{verified / rate:.2f}", f"{fresh / rate:.2f}")
     console.print(table)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from .files import rename_whole, write_atomic
 from .format import LOCK, PLANS, STAGING, StoreError
 
-READ_BLOCK = 512 << 10
+READ_BLOCK = 1 << 20
 """Bytes that are read, then summed while they are still in the processor's cache."""
 
 READERS = 8
