@@ -3,10 +3,11 @@
     python -m bench.store_read --folder /tmp/bench
 
 All read the same documents in turn, round after round, from a warm page cache; the table gives the median of the rounds
-and, in its last columns, the rate of this store (chunks verified before, and at first touch) over that of the row. Ratios are the result: rates belong to a machine. `--cold` adds reads with the page cache
-emptied of these files, beside a plain sequential read of the same shards. Libraries that are not installed are left out
-and said so. The libraries return fresh arrays, and with glibc's default settings pay for that in page faults; set
-MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1 to spare them.
+and, in its last columns, the rate of this store (chunks verified before, and at first touch) over that of the row.
+Ratios are the result: rates belong to a machine. `--cold` adds reads with the page cache emptied of these files, beside
+a plain sequential read of the same shards. Libraries that are not installed are left out and said so. The libraries
+return fresh arrays, and with glibc's default settings pay for that in page faults; to spare them, set
+MALLOC_TRIM_THRESHOLD_=-1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TOP_PAD_=268435456 MALLOC_ARENA_MAX=1.
 """
 
 from __future__ import annotations
