@@ -1,6 +1,6 @@
 """Reading states through zarr-python: arrays that somebody compressed, rechunked or wrote otherwise.
 
-The general path behind the same interface as `rows.ShardRows`, several times slower. Knows nothing of shard files.
+The general path, behind the interface of `row_reader.ShardRows`, several times slower. Knows nothing of shard files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ZarrRows:
         self._touched = np.zeros(checksums.shape, bool)
 
     def read_piece(self, chunk: int, layer: int, low: int, high: int, out: States) -> None:
-        """See `rows.RowsReader`."""
+        """See `row_reader.RowsReader`."""
         first = chunk * CHUNK_TOKENS
         rows = slice(first, min(first + CHUNK_TOKENS, self.tokens))
         found = self._array[rows, layer] if self._array.ndim == 3 else self._array[rows]
@@ -51,7 +51,7 @@ class ZarrRows:
         out.values[0] = values[low:high]
 
     def check(self, chunk: int, layer: int) -> None:
-        """See `rows.RowsReader`."""
+        """See `row_reader.RowsReader`."""
         self._touched[chunk, layer] = False
         self.read_piece(chunk, layer, 0, 0, States(np.empty((1, 0, self._array.shape[-1]), np.uint16)))
 

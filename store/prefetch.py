@@ -17,7 +17,7 @@ import numpy as np
 
 from .format import StoreError
 from .reader import Documents, Store
-from .rows import Piece
+from .row_reader import Piece
 from .states import Allocate, States, empty_states
 
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from .format import FORMAT, RECORD, ROOT_KEY, Encoding, Identity, PartRecord, StoreError
 from .index import EMPTY, DocumentIndex, read_documents, read_manifest, write_documents, write_manifest_file
 from .place import Directory, Place, place_of
-from .rows import Piece, RowsReader, open_rows, pieces
+from .row_reader import Piece, RowsReader, open_rows, pieces
 from .small import read_small
 from .states import States, empty_states, token_bytes
 
@@ -84,7 +84,7 @@ class Part:
             return self._rows[name]
 
     def pieces(self, name: str, start: int, stop: int, layers: tuple[int, ...], out: States) -> Iterator[Piece]:
-        """What to read for some rows (`rows.pieces`), in any order, in any thread."""
+        """What to read for some rows (`row_reader.pieces`), in any order, in any thread."""
         return pieces(self.rows(name), start, stop, layers, out)
 
     def read(self, name: str, start: int, stop: int, layers: tuple[int, ...], out: States) -> None:

@@ -35,7 +35,7 @@ from .format import (
 )
 from .place import Directory, Place, clear_errors, place_of
 from .reader import Store, open_store
-from .rows import RowsWriter
+from .row_writer import RowsWriter
 from .states import States
 from .sums import Sums, seal, sum_files
 

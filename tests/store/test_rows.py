@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stores import bits_of
 
-from dflash_offline.store import States, StoreError, place_of, rows
+from dflash_offline.store import States, StoreError, place_of, row_writer
 from dflash_offline.store.foreign import ZarrRows
 from dflash_offline.store.format import Encoding
 from dflash_offline.store.fp8 import decode_bits, encode_bits
-from dflash_offline.store.rows import RowsReader, RowsWriter, ShardRows, open_rows, pieces
+from dflash_offline.store.row_reader import RowsReader, ShardRows, open_rows, pieces
+from dflash_offline.store.row_writer import RowsWriter
 from dflash_offline.store.states import empty_states
 
 
@@ -71,7 +72,7 @@ def test_all_readers_see_what_was_written(
     plain = bits_of(seed, layers, count, 8)
     stored = States(plain) if encoding == "bf16" else encode_bits(plain)
     expected = plain if encoding == "bf16" else decode_bits(stored)
-    monkeypatch.setattr(rows, "SHARD_BYTES", shard_chunks * 256 * layers * 16)  # several shards
+    monkeypatch.setattr(row_writer, "SHARD_BYTES", shard_chunks * 256 * layers * 16)  # several shards
     checksums = write(folder, stored, sizes, encoding)
     assert np.array_equal(through_zarr(folder), expected)
 
