@@ -14,7 +14,17 @@ from distributed import Client, Future, KilledWorker, as_completed
 from distributed.worker import get_worker
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..store import HELDOUT, Identity, Store, StoreError, create_store, existing_store, lock_store, place_of
+from ..store import (
+    HELDOUT,
+    Identity,
+    Store,
+    StoreError,
+    StoreFullError,
+    create_store,
+    existing_store,
+    lock_store,
+    place_of,
+)
 from ..store.format import Encoding
 from ..store.head import save_head
 from ..store.progress import Listener
@@ -150,6 +160,7 @@ def extract(prepared: Prepared, devices: list[str], listener: Listener) -> Store
 
     Raises:
         StoreError: another extraction holds the store, or units failed (all others were done first).
+        StoreFullError: no room is left; the units that were under way are given up.
     """
     store = prepared.store
     with lock_store(store.place):
@@ -216,6 +227,8 @@ def _collect(client: Client, future: Any, failures: list[str]) -> None:
     assert isinstance(future, Future)
     if future.status == "error":
         error = future.exception()
+        if isinstance(error, StoreFullError):
+            raise error  # every other unit would be computed and then fail in the same way
         reason = "its worker died three times" if isinstance(error, KilledWorker) else str(error)
         failures.append(f"{future.key}: {reason}")
     future.release()

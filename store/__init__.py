@@ -5,7 +5,7 @@ torch nor zarr-python, so that looking into one is quick.
 """
 
 from .batches import pack, share, shuffled
-from .format import HELDOUT, TRAIN, DflashError, Identity, PartRecord, StoreError, part_id
+from .format import HELDOUT, TRAIN, DflashError, Identity, PartRecord, StoreError, StoreFullError, part_id
 from .head import Head, load_head
 from .place import Place, place_of
 from .prefetch import Batch, BatchStream, Fetcher
@@ -29,6 +29,7 @@ __all__ = [
     "States",
     "Store",
     "StoreError",
+    "StoreFullError",
     "create_store",
     "existing_store",
     "load_head",

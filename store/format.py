@@ -50,6 +50,10 @@ class StoreError(DflashError):
     """A store that is missing, damaged, of another kind, or made for another target; the message is for people."""
 
 
+class StoreFullError(StoreError):
+    """No room is left where the store lies: going on with other parts would fail too."""
+
+
 class Identity(BaseModel):
     """What must match to extend a store or to train from it. Hashes are hexadecimal sha256."""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .files import rename_whole, write_atomic
-from .format import LOCK, PLANS, STAGING, StoreError
+from .format import LOCK, PLANS, STAGING, StoreError, StoreFullError
 
 READ_BLOCK = 1 << 20
 """Bytes that are read, then summed while they are still in the processor's cache."""
@@ -252,7 +252,7 @@ def clear_errors(place: object) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise StoreError(
+            raise StoreFullError(
                 f"no room is left for the store {place} ({error.strerror}): nothing of this part was committed; "
                 "make room and run the same command again"
             ) from None

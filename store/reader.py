@@ -287,7 +287,10 @@ def read_root(place: Place) -> tuple[Identity, str]:
     except (OSError, ValueError, KeyError, TypeError):
         raise StoreError(f"{place} holds something that is not a dflash store: choose another [store] path") from None
     if form != FORMAT:
-        raise StoreError(f"{place} has store format {form}, this version of dflash reads format {FORMAT}")
+        raise StoreError(
+            f"{place} has store format {form}, this version of dflash reads format {FORMAT}: "
+            "extract to another path, or use the version that made it"
+        )
     try:
         identity = Identity.model_validate(attributes["identity"])
     except ValidationError as error:

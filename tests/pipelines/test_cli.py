@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stores import small_disk
 from tiny import write_data
 
 from dflash_offline.pipelines.cli import main
@@ -28,6 +29,31 @@ def dflash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `dflash` in a process of its own."""
     command = [sys.executable, "-m", "dflash_offline.pipelines.cli", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_full_disk_ends_an_extraction_that_can_go_on(hybrid: Path, tmp_path: Path) -> None:
+    if not small_disk(tmp_path):
+        pytest.skip("mounting needs user namespaces")
+    (tmp_path / "disk").mkdir()
+    data = write_data(tmp_path / "data.jsonl", 400)
+    settings = ("--set", "store.path=disk/states", "--set", "extract.unit_tokens=500")
+    assert dflash(tmp_path, "init", "--target", str(hybrid), "--data", str(data), *settings).returncode == 0
+    run = f'"{sys.executable}" -m dflash_offline.pipelines.cli'
+    script = f"""
+mount -t tmpfs -o size=7m none {tmp_path}/disk
+{run} extract --gpus cpu; echo "left $?"
+{run} store verify; echo "left $?"
+mount -o remount,size=70m {tmp_path}/disk
+{run} extract --gpus cpu; echo "left $?"
+{run} store verify; echo "left $?"
+"""
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("left")] == ["left 1", *["left 0"] * 3]
+    assert done.stderr.startswith("dflash: no room is left for the store")
+    assert len(done.stderr.splitlines()) == 1
+    assert "400 documents" in done.stdout
 
 
 def test_the_flow_with_the_store_in_an_object_store(hybrid: Path, tmp_path: Path, prefix: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from stores import filled_store, new_store, write_part
+from stores import filled_store, new_store, small_disk, write_part
 
 from dflash_offline.store import StoreError, lock_store, open_store
 from dflash_offline.store.copy import copy_store
@@ -47,12 +47,6 @@ def test_a_file_that_may_not_grow_stops_the_run_and_the_store_opens(tmp_path: Pa
     assert "no room is left for the store" in done.stdout
     assert verify(tmp_path / "s").problems == []
     assert list((tmp_path / "s/meta/staging").iterdir()) == []
-
-
-def small_disk(folder: Path) -> bool:
-    """Whether this machine lets us mount a disk of 4 MB."""
-    script = f"mount -t tmpfs -o size=4m none {folder}"
-    return subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, check=False).returncode == 0
 
 
 def test_a_full_disk_stops_the_run_and_the_store_opens(tmp_path: Path) -> None:
