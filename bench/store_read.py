@@ -133,7 +133,7 @@ class Bench:
 
     def tensorstore(self, layers: tuple[int, ...]) -> Reader:
         """tensorstore with its defaults, all documents asked for at once, into fresh arrays."""
-        import tensorstore
+        import tensorstore  # pyright: ignore[reportMissingImports]
 
         arrays = {
             record.id: tensorstore.open(

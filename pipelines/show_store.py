@@ -69,7 +69,7 @@ def _chart(title: str, rows: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def show_verification(where: str, report: Report) -> None:
-    """The result of `dflash store verify`; the damage of parts was printed as it was found."""
+    """The result of `dflash store verify`."""
     rate = f"{size(report.bytes)} in {report.seconds:.1f} s, {size(report.bytes / max(report.seconds, 1e-9))}/s"
     if not report.problems:
         console.print(f"{where}: {report.parts} parts are whole ({rate})", markup=False)

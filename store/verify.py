@@ -93,8 +93,6 @@ def verify(location: str | Path | Place, listener: Listener = SILENT, threads: i
             if problems:
                 report.problems += problems
                 report.damaged.append(name)
-                for problem in problems:
-                    listener.say(problem)
             before = report.bytes // MEGABYTE
             report.parts, report.bytes = report.parts + 1, report.bytes + sizes.get(name, 0)
             listener.advance(report.bytes // MEGABYTE - before, "")
