@@ -146,6 +146,7 @@ class Store:
         self.parts = self._list_parts({**listed, **known})
         present = {part.id for part in self.parts}
         self.lost = [part for name, part in sorted(listed.items()) if name not in present]
+        self._index = None  # the writer may have written a newer one
 
     def has(self, name: str) -> bool:
         """Whether a part of that id is committed now."""

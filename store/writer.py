@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 QUEUE_BYTES = 512 << 20
 """Bytes that may wait to be written; then `append` waits (one piece larger than that waits alone)."""
+WRITERS = 3
+"""Threads that write the layers of a part beside each other, and sync its shards."""
 
 
 def existing_store(location: str | Path | Place, identity: Identity) -> Store | None:
@@ -139,10 +141,6 @@ def lock_store(location: str | Path | Place) -> AbstractContextManager[None]:
         StoreError: another command holds it, or it may not be written.
     """
     return place_of(location).hold()
-
-
-WRITERS = 3
-"""Threads that write the layers of a part beside each other, and sync its shards."""
 
 
 class Parts(Protocol):
