@@ -128,7 +128,7 @@ def write_parts(path: str) -> None:
         store.write_index()
 
 
-def run_killed(work: Callable[[str], None], path: Path, after: float | None) -> bool:
+def run_killed(work: Callable[[str], object], path: Path, after: float | None) -> bool:
     """Run `work` on a path in a process of its own, killed after so many seconds; True when it ended by itself.
 
     The processes come from a server that has this module loaded, so that the time is the work's.

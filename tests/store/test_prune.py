@@ -130,6 +130,7 @@ def prune_hard(path: str) -> None:
 def test_killed_at_random_instants_pruning_goes_on(tmp_path: Path) -> None:
     filled_store(tmp_path / "whole", parts=8)
     shutil.copytree(tmp_path / "whole", tmp_path / "calm")
+    assert run_killed(len, tmp_path, None)  # starts the server of processes, which takes seconds
     began = time.monotonic()
     assert run_killed(prune_hard, tmp_path / "calm", None)
     duration = time.monotonic() - began
