@@ -73,7 +73,9 @@ def delete_parts(location: str | Path | Place, names: Sequence[str]) -> None:
     with place.hold():
         present = set(place.folders(folder))
         if absent := [name for name in names if name not in present]:
-            raise StoreError(f"part {absent[0]} is not in {place}: `dflash store info --parts` lists those that are")
+            raise StoreError(
+                f"part {absent[0]} is not in {place}: `dflash store verify` names damaged ones, the folder {folder} all"
+            )
         # First out of the manifest, which is believed where looking at every part would take long.
         write_manifest_file(place, folder, [])
         for name in names:
