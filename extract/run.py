@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..store import (
     HELDOUT,
     Identity,
+    Place,
     Store,
     StoreError,
     StoreFullError,
@@ -29,8 +30,8 @@ from ..store.format import Encoding
 from ..store.head import save_head
 from ..store.progress import Listener
 from .cluster import RESOURCE, local_cluster
-from .corpus import Corpus, DataSettings, build_corpus
-from .data import DataError, file_hash, read_rows
+from .corpus import Corpus, DataSettings
+from .data import DataError, file_hash
 from .plan import Plan, load_plan, make_plan, plan_key, save_plan, stored_documents
 from .render import Renderer
 from .target import (
@@ -42,10 +43,10 @@ from .target import (
     load_ends,
     load_tokenizer,
     locate,
-    slow_layers,
     text_hash,
     weights_hash,
 )
+from .tokenise import tokenise
 from .unit import Job, run_unit
 
 PROGRESS = "dflash-progress"
@@ -72,6 +73,28 @@ class ExtractSettings(BaseModel):
 
 
 @dataclass(frozen=True)
+class Survey:
+    """What an extraction would work on; looking at it wrote nothing.
+
+    Attributes:
+        place: where the store is or will be.
+        digests: sha256 of each data file, by name.
+        corpus: the tokenised data.
+        key: the plan's key.
+        plan: the plan, when the store has it already.
+    """
+
+    info: TargetInfo
+    identity: Identity
+    place: Place
+    digests: dict[str, str]
+    corpus: Corpus
+    key: str
+    plan: Plan | None
+    settings: ExtractSettings
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A store with a plan in it, and what a worker needs to do the plan's units."""
 
@@ -80,7 +103,7 @@ class Prepared:
     job: Job
 
 
-def prepare(
+def survey(
     target: TargetSettings,
     data: DataSettings,
     settings: ExtractSettings,
@@ -88,8 +111,8 @@ def prepare(
     location: str | Path,
     device: str,
     listener: Listener,
-) -> Prepared:
-    """Everything before the first forward pass: check target and data, tokenise, create or open the store, plan.
+) -> Survey:
+    """Check target, data and store, and tokenise; nothing is written where the store lies.
 
     Args:
         files: the data files, resolved.
@@ -97,21 +120,15 @@ def prepare(
         device: "cpu" or a GPU's number; it decides the dtype where the settings leave it open.
 
     Raises:
-        DataError, TargetError, StoreError: something cannot be used; a store that did not exist is not begun.
+        DataError, TargetError, StoreError: something cannot be used.
     """
     info = inspect(locate(target.path))
     check_layer_ids(settings.layer_ids, info.num_layers, settings.last_layer)
     if len({path.name for path in files}) != len(files):
         raise DataError("two data files have the same name: the store tells them apart by it, rename one")
     digests = {path.name: file_hash(path) for path in files}
-    if device != "cpu" and (slow := slow_layers(info)):
-        listener.say(
-            f"warning: {slow} of the target's {info.num_layers} layers run many times slower than they could: "
-            "install flash-linear-attention"
-        )
     tokenizer = load_tokenizer(info.path)
     renderer = Renderer(tokenizer, data.thinking)
-    dtype = target.resolve_dtype(device)
     identity = Identity(
         target_weights=weights_hash(info.path),
         target_config=config_hash(info),
@@ -122,7 +139,7 @@ def prepare(
         layer_ids=tuple(settings.layer_ids),
         last_layer=settings.last_layer,
         final=settings.final,
-        dtype=dtype,
+        dtype=target.resolve_dtype(device),
         encoding=settings.encoding,
         hidden_size=info.hidden_size,
         num_layers=info.num_layers,
@@ -133,22 +150,36 @@ def prepare(
     shaping = (data.model_dump(exclude={"files"}), settings.unit_tokens, settings.batch_tokens)
     key = plan_key(digests, identity.model_dump(mode="json"), *shaping)
     plan = load_plan(place, key)
-    corpus = None
-    if plan is None:
-        # Tokenised before the store exists: bad data must leave nothing behind.
-        corpus, notes = build_corpus(read_rows(files), renderer, data, info.vocab_size)
+    if plan is not None:
+        corpus = Corpus.load(plan.folder(place))
+    else:
+        corpus, notes = tokenise(files, digests, info, renderer, data, listener)
         listener.say(f"{len(corpus)} documents, {len(corpus.tokens):,} tokens")
         for line in notes.lines():
             listener.say(line)
-    store = create_store(place, identity, lambda folder: _fill_head(folder, info))
+    return Survey(info, identity, place, digests, corpus, key, plan, settings)
+
+
+def prepare(seen: Survey, device: str) -> Prepared:
+    """Create or open the store and put a plan in it; everything before the first forward pass.
+
+    Args:
+        device: "cpu" or a GPU's number.
+
+    Raises:
+        DataError, StoreError: the store cannot be made or extended; one that did not exist is not begun.
+    """
+    store = create_store(seen.place, seen.identity, lambda folder: _fill_head(folder, seen.info))
+    plan = seen.plan
     if plan is None:
-        assert corpus is not None
-        with lock_store(place):
+        with lock_store(seen.place):
             store.refresh()
-            done = stored_documents(store, digests, corpus)
-            plan = make_plan(key, digests, corpus, done, settings.unit_tokens, settings.batch_tokens)
-            save_plan(place, plan, corpus)
-    return Prepared(store, plan, Job(str(place), key, str(info.path), dtype, "cpu" if device == "cpu" else "cuda"))
+            done = stored_documents(store, seen.digests, seen.corpus)
+            sizes = seen.settings.unit_tokens, seen.settings.batch_tokens
+            plan = make_plan(seen.key, seen.digests, seen.corpus, done, *sizes)
+            save_plan(seen.place, plan, seen.corpus)
+    job = Job(str(seen.place), seen.key, str(seen.info.path), seen.identity.dtype, "cpu" if device == "cpu" else "cuda")
+    return Prepared(store, plan, job)
 
 
 def extract(prepared: Prepared, devices: list[str], listener: Listener) -> Store:

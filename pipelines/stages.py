@@ -27,15 +27,21 @@ def store_location(folder: Path, settings: Settings) -> str:
     return located(folder, settings.store.path)
 
 
+def survey_extraction(folder: Path, settings: Settings, device: str, listener: Listener) -> Any:
+    """What stage one would work on (`extract.run.Survey`); nothing is written."""
+    from ..extract.run import survey
+
+    files = [folder / Path(name).expanduser() for name in settings.data.files]
+    target = settings.target.model_copy(update={"path": target_path(folder, settings)})
+    return survey(target, settings.data, settings.extract, files, store_location(folder, settings), device, listener)
+
+
 def run_extract(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Store:
     """Stage one."""
     from ..extract.run import extract, prepare
 
-    files = [folder / Path(name).expanduser() for name in settings.data.files]
-    target = settings.target.model_copy(update={"path": target_path(folder, settings)})
-    where = store_location(folder, settings)
-    prepared = prepare(target, settings.data, settings.extract, files, where, devices[0], listener)
-    return extract(prepared, devices, listener)
+    seen = survey_extraction(folder, settings, devices[0], listener)
+    return extract(prepare(seen, devices[0]), devices, listener)
 
 
 def run_train(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Path:

@@ -13,7 +13,7 @@ import torch
 from tiny import make_target, write_data
 
 from dflash_offline.extract.corpus import DataSettings
-from dflash_offline.extract.run import ExtractSettings, Prepared, prepare
+from dflash_offline.extract.run import ExtractSettings, Prepared, prepare, survey
 from dflash_offline.extract.target import TargetSettings
 from dflash_offline.extract.unit import run_unit
 from dflash_offline.store import Store
@@ -52,15 +52,8 @@ def prepare_store(target: Path, files: list[Path], store: str | Path, dtype: Any
     extract: dict[str, Any] = {"layer_ids": [1, 3, 5], "unit_tokens": 600, "batch_tokens": 400}
     for key, value in changes.items():
         (data if key in DataSettings.model_fields else extract)[key] = value
-    return prepare(
-        TargetSettings(path=str(target), dtype=dtype),
-        DataSettings(**data),
-        ExtractSettings(**extract),
-        files,
-        store,
-        DEVICE,
-        SILENT,
-    )
+    settings = TargetSettings(path=str(target), dtype=dtype), DataSettings(**data), ExtractSettings(**extract)
+    return prepare(survey(*settings, files, store, DEVICE, SILENT), DEVICE)
 
 
 def fill(prepared: Prepared) -> Store:
