@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from .target import StateCapture
+from .capture import StateCapture
 
 
 class CachedTarget:
     """Wraps a loaded causal LM.
 
     Args:
-        model: from `target.load_model`.
+        model: from `capture.load_model`.
         layer_ids, last_layer: which states `advance` returns, as in the store's identity.
     """
 
@@ -41,10 +41,8 @@ class CachedTarget:
     def advance(self, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed tokens. Returns hidden states `[layers, n, H]` bfloat16 and logits `[n, vocabulary]`."""
         feed = torch.tensor([list(ids)], device=self._model.device)
-        hidden, _ = self._capture(feed, use_cache=True, **{self._argument: self._cache})
-        # The final state that comes back is rounded as in a store; the target's own is what it decodes from.
-        logits = self._model.lm_head(self._capture.last_final)
-        return hidden[0].transpose(0, 1), logits[0]
+        hidden, final = self._capture(feed, use_cache=True, **{self._argument: self._cache})
+        return torch.cat(hidden).to(torch.bfloat16), self._model.lm_head(final)[0]
 
     def mark(self) -> Any:
         """The cache as it stands."""

@@ -1,23 +1,23 @@
 """The tokenised corpus: every document once, with its loss mask, content hash, tag and split.
 
-Made from rows and a renderer; kept as one safetensors file that workers read. Knows nothing of units or targets.
+Put together from pieces in order; kept as one safetensors file that workers map. Knows nothing of units or targets, nor
+of how text becomes tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from ..store import HELDOUT, TRAIN
-from .data import DataError, Row
-from .render import Renderer
+from .data import DataError
 
 
 class DataSettings(BaseModel):
@@ -25,7 +25,9 @@ class DataSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    files: list[str] = Field(description="JSONL files of conversations")
+    files: list[str] = Field(
+        description="conversations: JSONL or Parquet files, folders of them, or folders written by save_to_disk"
+    )
     thinking: bool = Field(False, description="what the chat template gets as enable_thinking; serve with the same")
     max_length: int = Field(3072, ge=2, description="tokens kept of a document; what is longer is cut")
     heldout: float = Field(
@@ -41,26 +43,27 @@ class DataSettings(BaseModel):
 
 @dataclass
 class Notes:
-    """What was left out or changed on the way, for a line on the terminal."""
+    """What was left out or changed on the way, for a line on the terminal.
+
+    Attributes:
+        first_duplicate: "PLACE repeats PLACE".
+    """
 
     duplicates: int = 0
+    first_duplicate: str = ""
     unsupervised: int = 0
     cut: int = 0
 
     def lines(self) -> list[str]:
         """One line for each thing that happened."""
-        return [
-            text
-            for count, text in (
-                (self.duplicates, f"{self.duplicates} duplicate documents skipped"),
-                (
-                    self.unsupervised,
-                    f"{self.unsupervised} documents without a supervised pair of tokens skipped",
-                ),
-                (self.cut, f"{self.cut} documents cut to data.max_length"),
-            )
-            if count
-        ]
+        found = []
+        if self.duplicates:
+            found.append(f"{self.duplicates} duplicate documents skipped; the first: {self.first_duplicate}")
+        if self.unsupervised:
+            found.append(f"{self.unsupervised} documents without a supervised pair of tokens skipped")
+        if self.cut:
+            found.append(f"{self.cut} documents cut to data.max_length")
+        return found
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """`[documents]` int64, tokens of each."""
         return np.diff(self.offsets)
@@ -109,69 +112,98 @@ class Corpus:
 
     @classmethod
     def load(cls, folder: Path) -> Corpus:
-        """Read what `save` wrote."""
-        arrays = load_file(folder / "corpus.safetensors")
-        return cls(**arrays, **json.loads((folder / "corpus.json").read_text()))
+        """Read what `save` wrote. Arrays are mapped, not read: the workers of a machine share their memory."""
+        return cls(**_mapped(folder / "corpus.safetensors"), **json.loads((folder / "corpus.json").read_text()))
 
 
-def build_corpus(
-    rows: Iterable[Row], renderer: Renderer, settings: DataSettings, vocab_size: int
-) -> tuple[Corpus, Notes]:
-    """Tokenise rows in order.
+@dataclass(frozen=True)
+class Piece:
+    """The documents of some rows, tokenised, in order.
+
+    Attributes:
+        rows: how many rows were looked at.
+        tokens, loss_mask: as in `Corpus`.
+        lengths: `[documents]` int64.
+        ids, tags, places: as in `Corpus`.
+        splits: what each row said of its split.
+        unsupervised, cut: as in `Notes`.
+    """
+
+    rows: int
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    lengths: np.ndarray
+    ids: np.ndarray
+    splits: list[str | None]
+    tags: list[str]
+    places: list[str]
+    unsupervised: int
+    cut: int
+
+
+def assemble(pieces: Iterable[Piece], settings: DataSettings) -> tuple[Corpus, Notes]:
+    """Put tokenised rows together in order, each document once.
 
     Raises:
-        DataError: a row cannot be rendered, a token id is outside the vocabulary, or nothing is left to learn from.
+        DataError: nothing is left to learn from.
     """
     notes = Notes()
-    seen: set[int] = set()
-    taken: list[tuple[np.ndarray, np.ndarray, int, str | None, str, str]] = []
-    for row in rows:
-        if settings.tags is not None and row.tag not in settings.tags:
-            continue
-        if row.messages is None:
-            assert row.input_ids is not None
-            if max(row.input_ids) >= vocab_size:
-                raise DataError(f"{row.place}: token id {max(row.input_ids)} is outside the vocabulary of {vocab_size}")
-            ids, mask = np.array(row.input_ids, np.int32), np.array(row.loss_mask, bool)
-        else:
-            ids, mask = renderer.ids_and_mask(row)
-        if len(ids) > settings.max_length:
-            ids, mask = ids[: settings.max_length], mask[: settings.max_length]
-            notes.cut += 1
-        if not (mask[:-1] & mask[1:]).any():
-            notes.unsupervised += 1
-            continue
-        identity = _document_id(ids, mask)
-        if identity in seen:
-            notes.duplicates += 1
-            continue
-        seen.add(identity)
-        taken.append((ids, mask, identity, row.split, row.tag, row.place))
-    if not taken:
+    seen: dict[int, int] = {}
+    # Grown in place: the corpus is in memory once, at five bytes a token, with no copy made in the end.
+    tokens, loss_mask = bytearray(), bytearray()
+    lengths: list[int] = []
+    splits: list[str | None] = []
+    tags: list[str] = []
+    places: list[str] = []
+    for piece in pieces:
+        notes.unsupervised += piece.unsupervised
+        notes.cut += piece.cut
+        stops = np.cumsum(piece.lengths)
+        for i, (identity, stop) in enumerate(zip(piece.ids.tolist(), stops.tolist(), strict=True)):
+            if identity in seen:
+                notes.duplicates += 1
+                if not notes.first_duplicate:
+                    notes.first_duplicate = f"{piece.places[i]} repeats {places[seen[identity]]}"
+                continue
+            seen[identity] = len(lengths)
+            length = int(piece.lengths[i])
+            tokens += piece.tokens[stop - length : stop].tobytes()
+            loss_mask += piece.loss_mask[stop - length : stop].tobytes()
+            lengths.append(length)
+            splits.append(piece.splits[i])
+            tags.append(piece.tags[i])
+            places.append(piece.places[i])
+    if not lengths:
         of_tags = f" of the tags {', '.join(settings.tags)}" if settings.tags else ""
         raise DataError(
             f"no document{of_tags} has two supervised tokens in a row: nothing can be learned from the data"
         )
-    ids = np.array([item[2] for item in taken], np.uint64)
-    heldout = _choose_heldout(ids, [item[3] for item in taken], settings.heldout)
-    keep = _limited(heldout, settings)
-    taken = [item for item, kept in zip(taken, keep, strict=True) if kept]
-    offsets = np.concatenate([[0], np.cumsum([len(item[0]) for item in taken])]).astype(np.int64)
+    ids = np.array(list(seen), np.uint64)
     corpus = Corpus(
-        tokens=np.concatenate([item[0] for item in taken]),
-        loss_mask=np.concatenate([item[1] for item in taken]),
-        offsets=offsets,
-        ids=ids[keep],
-        heldout=heldout[keep],
-        tags=[item[4] for item in taken],
-        places=[item[5] for item in taken],
+        tokens=np.frombuffer(tokens, np.int32),
+        loss_mask=np.frombuffer(loss_mask, bool),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        ids=ids,
+        heldout=_choose_heldout(ids, splits, settings.heldout),
+        tags=tags,
+        places=places,
     )
-    return corpus, notes
+    return _limited(corpus, settings), notes
 
 
-def _document_id(ids: np.ndarray, mask: np.ndarray) -> int:
-    digest = hashlib.sha256(ids.astype("<i4").tobytes() + mask.astype(np.uint8).tobytes()).digest()
-    return int.from_bytes(digest[:8], "little")
+def _mapped(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file, mapped into memory; what is written to them stays in this process."""
+    kinds = {"I32": np.int32, "I64": np.int64, "U64": np.uint64, "BOOL": np.bool_}
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+    return {
+        name: np.asarray(
+            np.memmap(path, kinds[entry["dtype"]], "c", start + entry["data_offsets"][0], tuple(entry["shape"]))
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _choose_heldout(ids: np.ndarray, said: list[str | None], share: float) -> np.ndarray:
@@ -185,9 +217,21 @@ def _choose_heldout(ids: np.ndarray, said: list[str | None], share: float) -> np
     return chosen
 
 
-def _limited(heldout: np.ndarray, settings: DataSettings) -> np.ndarray:
-    keep = np.ones(len(heldout), bool)
+def _limited(corpus: Corpus, settings: DataSettings) -> Corpus:
+    """The first so many documents of each split, as the settings say."""
+    keep = np.ones(len(corpus), bool)
     for value, limit in ((True, settings.limit_heldout), (False, settings.limit)):
         if limit is not None:
-            keep[np.flatnonzero(heldout == value)[limit:]] = False
-    return keep
+            keep[np.flatnonzero(corpus.heldout == value)[limit:]] = False
+    if keep.all():
+        return corpus
+    kept_tokens = np.repeat(keep, corpus.lengths)
+    return Corpus(
+        tokens=corpus.tokens[kept_tokens],
+        loss_mask=corpus.loss_mask[kept_tokens],
+        offsets=np.concatenate([[0], np.cumsum(corpus.lengths[keep])]).astype(np.int64),
+        ids=corpus.ids[keep],
+        heldout=corpus.heldout[keep],
+        tags=[tag for tag, kept in zip(corpus.tags, keep, strict=True) if kept],
+        places=[place for place, kept in zip(corpus.places, keep, strict=True) if kept],
+    )

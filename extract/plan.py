@@ -23,6 +23,8 @@ from .corpus import Corpus
 from .data import DataError
 
 PLAN = "plan.json"
+PASS_TOKENS = 512
+"""What a forward pass costs beside its tokens, in tokens: reading the weights and starting the kernels."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def plan_key(data: dict[str, str], *shaping: object) -> str:
 def make_plan(
     key: str, data: dict[str, str], corpus: Corpus, done: np.ndarray, unit_tokens: int, batch_tokens: int
 ) -> Plan:
-    """Cut the documents that are not in the store yet into units of about `unit_tokens` tokens.
+    """Cut the documents that are not in the store yet into units of at most `unit_tokens` tokens, or of one document.
 
     Args:
         done: `[documents]` bool, those that the store holds already.
@@ -77,7 +79,8 @@ def make_plan(
         for position, index in enumerate(order):
             members.append(int(index))
             tokens += int(lengths[index])
-            if tokens >= unit_tokens or position == len(order) - 1:
+            last = position == len(order) - 1
+            if last or tokens + int(lengths[order[position + 1]]) > unit_tokens:
                 name = part_id(split, len(units), (int(corpus.ids[m]) for m in members))
                 units.append(Unit(name, split, members))
                 members, tokens = [], 0
@@ -87,15 +90,25 @@ def make_plan(
 def batches(lengths: Sequence[int], batch_tokens: int) -> list[slice]:
     """Group documents that are sorted by falling length so that rows times the longest stay within the budget.
 
-    A document longer than the budget goes alone.
+    Of all ways to cut the sequence, one that costs least: padded tokens, and `PASS_TOKENS` for each pass. A document
+    longer than the budget goes alone.
     """
-    groups = []
-    start = 0
-    while start < len(lengths):
-        rows = max(1, batch_tokens // int(lengths[start]))
-        groups.append(slice(start, min(start + rows, len(lengths))))
-        start += rows
-    return groups
+    sizes = np.asarray(lengths, np.int64)
+    cost = np.zeros(len(sizes) + 1, np.int64)
+    begins = np.zeros(len(sizes) + 1, np.int64)
+    first = 0  # the earliest document that can share a pass with the one at hand: it only moves forward
+    for stop in range(1, len(sizes) + 1):
+        while first < stop - 1 and sizes[first] * (stop - first) > batch_tokens:
+            first += 1
+        starts = np.arange(first, stop)
+        total = cost[starts] + sizes[starts] * (stop - starts) + PASS_TOKENS
+        best = int(total.argmin())
+        cost[stop], begins[stop] = total[best], starts[best]
+    groups, stop = [], len(sizes)
+    while stop:
+        groups.append(slice(int(begins[stop]), stop))
+        stop = int(begins[stop])
+    return groups[::-1]
 
 
 def save_plan(store: Place, plan: Plan, corpus: Corpus) -> None:

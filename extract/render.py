@@ -7,6 +7,7 @@ nothing of files or of the target's weights.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,13 @@ class Renderer:
         self._thinking = thinking
         self.mode = f"enable_thinking={str(thinking).lower()}"
         self.markers = self._learn_markers()
+
+    @property
+    def fingerprint(self) -> list[str]:
+        """Everything that decides what a conversation becomes: the tokenizer, its template and the mode."""
+        tokenizer: Any = self._tokenizer
+        special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)  # templates may print these
+        return [tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), special, self.mode]
 
     def ids_and_mask(self, row: Row) -> tuple[np.ndarray, np.ndarray]:
         """Token ids `[n]` int32 and loss mask `[n]` bool of one conversation.

@@ -5,22 +5,20 @@ Composes the other modules of this folder; prints through the callbacks it is gi
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from distributed import Client, Future, KilledWorker, as_completed
-from distributed.worker import get_worker
+import torch
+from distributed import Client
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..store import (
-    HELDOUT,
     Identity,
     Place,
     Store,
-    StoreError,
-    StoreFullError,
     create_store,
     existing_store,
     lock_store,
@@ -29,14 +27,19 @@ from ..store import (
 from ..store.format import Encoding
 from ..store.head import save_head
 from ..store.progress import Listener
-from .cluster import RESOURCE, local_cluster
+from ..store.room import check_writable
+from .cluster import local_cluster
 from .corpus import Corpus, DataSettings
 from .data import DataError, file_hash
+from .dispatch import run_plan
 from .plan import Plan, load_plan, make_plan, plan_key, save_plan, stored_documents
+from .rates import machine_name, remember_rate
 from .render import Renderer
+from .summary import device_rate, summary
 from .target import (
     TargetInfo,
     TargetSettings,
+    check_fast,
     check_layer_ids,
     config_hash,
     inspect,
@@ -47,11 +50,7 @@ from .target import (
     weights_hash,
 )
 from .tokenise import tokenise
-from .unit import Job, run_unit
-
-PROGRESS = "dflash-progress"
-INDEX_EVERY = 60.0
-"""Seconds between two writings of the store's index while units are under way."""
+from .unit import Job
 
 
 class ExtractSettings(BaseModel):
@@ -70,6 +69,9 @@ class ExtractSettings(BaseModel):
     )
     unit_tokens: int = Field(32768, ge=1, description="tokens of one unit of work, which is one part of the store")
     batch_tokens: int = Field(16384, ge=1, description="padded tokens of one forward pass")
+    allow_slow: bool = Field(
+        default=False, description="run a hybrid target on a GPU without flash-linear-attention, many times slower"
+    )
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Survey:
         corpus: the tokenised data.
         key: the plan's key.
         plan: the plan, when the store has it already.
+        device: "cpu" or a GPU's number: what kind of device it is for.
+        gpus: GPUs that a target is spread over.
     """
 
     info: TargetInfo
@@ -92,6 +96,8 @@ class Survey:
     key: str
     plan: Plan | None
     settings: ExtractSettings
+    device: str
+    gpus: int
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,8 @@ def survey(
     """
     info = inspect(locate(target.path))
     check_layer_ids(settings.layer_ids, info.num_layers, settings.last_layer)
+    if device != "cpu" and torch.cuda.is_available():  # on other machines their workers see to it
+        check_fast(info, settings.allow_slow)
     if len({path.name for path in files}) != len(files):
         raise DataError("two data files have the same name: the store tells them apart by it, rename one")
     digests = {path.name: file_hash(path) for path in files}
@@ -146,6 +154,7 @@ def survey(
         vocab_size=info.vocab_size,
     )
     place = place_of(location)
+    check_writable(place)
     existing_store(place, identity)  # refused now, not after an hour of tokenising
     shaping = (data.model_dump(exclude={"files"}), settings.unit_tokens, settings.batch_tokens)
     key = plan_key(digests, identity.model_dump(mode="json"), *shaping)
@@ -157,14 +166,11 @@ def survey(
         listener.say(f"{len(corpus)} documents, {len(corpus.tokens):,} tokens")
         for line in notes.lines():
             listener.say(line)
-    return Survey(info, identity, place, digests, corpus, key, plan, settings)
+    return Survey(info, identity, place, digests, corpus, key, plan, settings, device, target.gpus)
 
 
-def prepare(seen: Survey, device: str) -> Prepared:
+def prepare(seen: Survey) -> Prepared:
     """Create or open the store and put a plan in it; everything before the first forward pass.
-
-    Args:
-        device: "cpu" or a GPU's number.
 
     Raises:
         DataError, StoreError: the store cannot be made or extended; one that did not exist is not begun.
@@ -178,28 +184,45 @@ def prepare(seen: Survey, device: str) -> Prepared:
             sizes = seen.settings.unit_tokens, seen.settings.batch_tokens
             plan = make_plan(seen.key, seen.digests, seen.corpus, done, *sizes)
             save_plan(seen.place, plan, seen.corpus)
-    job = Job(str(seen.place), seen.key, str(seen.info.path), seen.identity.dtype, "cpu" if device == "cpu" else "cuda")
+    job = Job(
+        str(seen.place),
+        seen.key,
+        str(seen.info.path),
+        seen.identity.dtype,
+        "cpu" if seen.device == "cpu" else "cuda",
+        seen.gpus,
+        seen.settings.allow_slow,
+    )
     return Prepared(store, plan, job)
 
 
-def extract(prepared: Prepared, devices: list[str], listener: Listener) -> Store:
-    """Do all units of the plan that are not in the store yet, one worker a device, and return the store.
+def extract(prepared: Prepared, devices: Sequence[str] | Client, listener: Listener) -> Store:
+    """Do all units of the plan that are not in the store yet, and return the store.
 
     Args:
-        devices: "cpu" or GPU numbers.
+        devices: "cpu" or GPU numbers of this machine, or else the client of a cluster with workers of ours.
         listener: progress counts tokens.
 
     Raises:
         StoreError: another extraction holds the store, or units failed (all others were done first).
-        StoreFullError: no room is left; the units that were under way are given up.
+        StoreFullError, TargetError: no unit could be done; those that were under way are given up.
+        ClusterError: the workers cannot be used, or are gone.
     """
-    store = prepared.store
+    store, plan, job = prepared.store, prepared.plan, prepared.job
+    # A unit that an extraction which was killed left going on another machine may still end. It does no harm: what it
+    # had staged is cleared now, so its commit fails, or it has committed and this run leaves the part alone.
     with lock_store(store.place):
         try:
-            _run_units(prepared, devices, listener)
+            cluster = nullcontext(devices) if isinstance(devices, Client) else local_cluster(devices, job.gpus)
+            reports = run_plan(store, plan, job, cluster, listener)
         finally:
             store.refresh()
             store.write_index()
+    for line in summary(reports, store.identity):
+        listener.say(line)
+    machine = machine_name("cpu" if job.device == "cpu" else "0")
+    if machine and (rate := device_rate(reports, job.gpus)):
+        remember_rate(store.identity, machine, rate)
     return store
 
 
@@ -211,55 +234,3 @@ def _backend(tokenizer: Any) -> Any:
 def _fill_head(folder: Path, info: TargetInfo) -> None:
     embedding, lm_head = load_ends(info.path)
     save_head(folder, info.path, embedding, lm_head)
-
-
-def _run_units(prepared: Prepared, devices: list[str], listener: Listener) -> None:
-    store, plan, job = prepared.store, prepared.plan, prepared.job
-    corpus = Corpus.load(plan.folder(store.place))
-    sizes = {unit.id: int(corpus.lengths[unit.documents].sum()) for unit in plan.units}
-    store.refresh()
-    done = {part.id for part in store.parts}
-    pending = [unit for unit in plan.units if unit.id not in done]
-    total, left = sum(sizes.values()), sum(sizes[unit.id] for unit in pending)
-    held = sum(unit.split == HELDOUT for unit in plan.units)
-    listener.say(
-        f"{len(plan.units)} units ({held} of them held out), {len(plan.units) - len(pending)} done before, "
-        f"{len(pending)} to do"
-    )
-    listener.start(total, total - left)
-    if not pending:
-        return
-    failures: list[str] = []
-    with local_cluster(devices) as client:
-        client.subscribe_topic(PROGRESS, lambda event: listener.advance(event[1]["tokens"], ""))
-        futures = [
-            client.submit(_task, job, unit.id, key=unit.id, resources={RESOURCE: 1}, priority=-number, pure=False)
-            for number, unit in enumerate(pending)
-        ]
-        indexed = time.monotonic()
-        for future in as_completed(futures, loop=client.loop):
-            _collect(client, future, failures)
-            if time.monotonic() - indexed > INDEX_EVERY:  # for a trainer that reads beside us
-                store.refresh()
-                store.write_index()
-                indexed = time.monotonic()
-    if failures:
-        raise StoreError(
-            f"{len(failures)} of {len(pending)} units failed, the rest is in the store. First: {failures[0]}"
-        )
-
-
-def _task(job: Job, unit_id: str) -> int:
-    worker = get_worker()
-    return run_unit(job, unit_id, lambda tokens: worker.log_event(PROGRESS, {"unit": unit_id, "tokens": tokens}))
-
-
-def _collect(client: Client, future: Any, failures: list[str]) -> None:
-    assert isinstance(future, Future)
-    if future.status == "error":
-        error = future.exception()
-        if isinstance(error, StoreFullError):
-            raise error  # every other unit would be computed and then fail in the same way
-        reason = "its worker died three times" if isinstance(error, KilledWorker) else str(error)
-        failures.append(f"{future.key}: {reason}")
-    future.release()

@@ -1,6 +1,6 @@
-"""The target: finding it, reading what its config implies, loading it, and capturing its hidden states.
+"""The target's files: finding them, reading what the config implies, tokenizer, hashes, embedding and head.
 
-Safetensors only, no remote code. Knows nothing of stores, plans or drafters.
+Safetensors only, no remote code. Loads no model (`capture.py` does); knows nothing of stores, plans or drafters.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..store import DflashError
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "fp8"]
+"""What a target computes in; fp8: bfloat16, with matrix products in e4m3."""
 
 
 class TargetError(DflashError):
@@ -35,12 +35,20 @@ class TargetSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     path: str = Field(description="folder of the target, or its name on the Hugging Face hub")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="what the target computes in; auto: bfloat16 on a GPU, float32 on the CPU"
+    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = Field(
+        "auto",
+        description="what the target computes in; auto: bfloat16 on a GPU, float32 on the CPU; fp8: products in e4m3",
     )
+    gpus: int = Field(default=1, ge=1, description="GPUs that one target is spread over, when it is wider than one")
 
     def resolve_dtype(self, device: str) -> Dtype:
-        """The dtype on a device ("cpu" or a GPU's number)."""
+        """The dtype on a device ("cpu" or a GPU's number).
+
+        Raises:
+            TargetError: fp8 on a CPU.
+        """
+        if self.dtype == "fp8" and device == "cpu":
+            raise TargetError("target.dtype fp8 needs a GPU: choose bfloat16 or float32 on the CPU")
         if self.dtype != "auto":
             return self.dtype
         return "float32" if device == "cpu" else "bfloat16"
@@ -123,6 +131,19 @@ def slow_layers(info: TargetInfo) -> int:
     """Linear-attention layers that would run in plain PyTorch because their kernels are not installed."""
     kinds = info.text.get("layer_types") or []
     return 0 if find_spec("fla") else kinds.count("linear_attention")
+
+
+def check_fast(info: TargetInfo, allow_slow: bool) -> None:
+    """Refuse a hybrid target on a GPU without the kernels for its linear attention.
+
+    Raises:
+        TargetError: they are not installed and `allow_slow` is not said.
+    """
+    if (slow := slow_layers(info)) and not allow_slow:
+        raise TargetError(
+            f"{slow} of the target's {info.num_layers} layers would run many times slower than they could: "
+            "`pip install flash-linear-attention` where the GPUs are, or pass --allow-slow"
+        )
 
 
 def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
@@ -229,75 +250,3 @@ def load_ends(folder: Path) -> tuple[torch.Tensor, torch.Tensor | None]:
     if "embed_tokens.weight" not in found:
         raise TargetError(f"the weights of {folder} hold no embed_tokens.weight")
     return found["embed_tokens.weight"], found.get("lm_head.weight")
-
-
-def load_model(folder: Path, dtype: Dtype, device: str) -> Any:
-    """The whole target, in evaluation mode on a device.
-
-    Raises:
-        TargetError: its weights are not safetensors or do not fit its config.
-    """
-    weight_files(folder)
-    transformers_logging.disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            attn_implementation="sdpa",
-        )
-    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise TargetError(f"target {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
-    return model.requires_grad_(False).eval().to(device)
-
-
-class StateCapture:
-    """Runs a target's decoder and keeps the outputs of the chosen layers; the vocabulary projection is never computed.
-
-    Args:
-        model: a causal LM from transformers.
-        layer_ids: layers whose output is kept; id i is the output of decoder layer i.
-        last_layer: for the last layer, "pre" or "post" the final norm.
-    """
-
-    last_final: torch.Tensor
-    """`[b, n, H]`, the input of the LM head in the last call, in the target's own dtype."""
-
-    def __init__(self, model: Any, layer_ids: Sequence[int], last_layer: str | None) -> None:
-        self._decoder = model.get_decoder()
-        self._layer_ids = tuple(layer_ids)
-        last = len(self._decoder.layers) - 1
-        self._from_final = {last} if last_layer == "post" else set()
-        self._kept: dict[int, torch.Tensor] = {}
-        self._handles = [
-            self._decoder.layers[i].register_forward_hook(self._keeper(i))
-            for i in self._layer_ids
-            if i not in self._from_final
-        ]
-
-    @torch.inference_mode()
-    def __call__(self, input_ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """States of a batch of token ids `[b, n]`: hidden `[b, n, layers, H]` and final `[b, n, H]`, both bfloat16.
-
-        `final` is the input of the LM head. No attention mask is passed: with right padding, later positions cannot
-        reach earlier ones.
-        """
-        final = self._decoder(input_ids=input_ids, **options).last_hidden_state
-        self.last_final = final
-        states = [final if i in self._from_final else self._kept[i] for i in self._layer_ids]
-        hidden = torch.stack([state.to(torch.bfloat16) for state in states], dim=2)
-        self._kept.clear()
-        return hidden, final.to(torch.bfloat16)
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _keeper(self, index: int) -> Any:
-        def keep(_module: Any, _inputs: Any, output: Any) -> None:
-            self._kept[index] = output[0] if isinstance(output, tuple) else output
-
-        return keep

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,9 @@ app = typer.Typer(
 )
 app.add_typer(store_app, name="store")
 
+STOPPED = 130
+"""Exit code after Ctrl-C; typer's own too."""
+
 Gpus = Annotated[str, typer.Option(help="devices: 0-4, or 0,2,5-7, or all, or cpu")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a setting: section.key=value")]
 
@@ -26,7 +31,10 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="override a setting
 @app.command()
 def init(
     target: Annotated[str, typer.Option(help="folder of the target, or its name on the hub")],
-    data: Annotated[list[str], typer.Option(help="a JSONL file of conversations; may be given again")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="JSONL or Parquet file, a folder of them, or one of save_to_disk; may be given again"),
+    ],
     set_: Set = None,
     force: Annotated[bool, typer.Option(help="write over an existing dflash.toml")] = False,
 ) -> None:
@@ -39,19 +47,93 @@ def init(
 
 
 @app.command()
-def extract(gpus: Gpus = "all", set_: Set = None) -> None:
+def doctor(
+    store: Annotated[str | None, typer.Option(help="the store's path or address; by default dflash.toml's")] = None,
+    disk: Annotated[bool, typer.Option(help="measure how fast the store's disk writes and reads")] = True,
+    json_: Json = False,
+) -> None:
+    """Whether this machine has what it needs, and what to install. Exit code 1 if something needed is missing."""
+    from .console import console
+    from .doctor.run import examine, failed
+    from .doctor.show import as_json, show_checks
+
+    with nullcontext() if json_ else console.status("looking; the disk takes ten seconds at most"):
+        checks = examine(Path.cwd(), store, disk)
+    print_json(as_json(checks)) if json_ else show_checks(checks)
+    if failed(checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    gpus: Gpus = "all",
+    rate: Annotated[float | None, typer.Option(min=1, help="tokens a second of one GPU, for the hours")] = None,
+    json_: Json = False,
+    set_: Set = None,
+) -> None:
+    """What extraction will take before anything runs: tokens, bytes, room, hours. The GPUs need not be here."""
+    from .config import load_settings
+    from .console import reporting
+    from .plan import plan as run
+    from .show_plan import show_plan
+
+    settings = load_settings(Path.cwd(), set_ or [])
+    with reporting("plan", "documents", quiet=json_) as listener:
+        found = run(Path.cwd(), settings, gpus, rate, listener)
+    print_json(found) if json_ else show_plan(found)
+
+
+@app.command()
+def extract(
+    gpus: Annotated[str | None, typer.Option(help="devices: 0-4, or 0,2,5-7, or all (the default), or cpu")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="use the workers of a Dask scheduler: tcp://host:8786")] = None,
+    target_dtype: Annotated[str | None, typer.Option(help="bfloat16, float32, fp8 or auto: the setting")] = None,
+    gpus_per_target: Annotated[int | None, typer.Option(min=1, help="spread a target over GPUs: the setting")] = None,
+    allow_slow: Annotated[bool, typer.Option("--allow-slow", help="go on without flash-linear-attention")] = False,
+    set_: Set = None,
+) -> None:
     """Stage one: run the target and write its hidden states to the store. Resumes by itself."""
     from .config import load_settings
     from .console import console, reporting
     from .devices import choose_devices
-    from .stages import run_extract
+    from .location import ConfigError
+    from .stages import run_extract, run_extract_on
 
-    settings = load_settings(Path.cwd(), set_ or [])
-    devices = choose_devices(gpus)
+    said = {
+        "target.dtype": target_dtype,
+        "target.gpus": gpus_per_target,
+        "extract.allow_slow": "true" if allow_slow else None,
+    }
+    settings = load_settings(Path.cwd(), [*(set_ or []), *(f"{k}={v}" for k, v in said.items() if v is not None)])
+    if scheduler and gpus:
+        raise ConfigError(
+            f"--gpus does not go with --scheduler: add this machine's GPUs with "
+            f"`dflash worker --scheduler {scheduler} --gpus {gpus}`, then extract without --gpus"
+        )
+    # Asked to end, it ends as on Ctrl-C: workers closed, the index written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with reporting("extract", "tokens") as listener:
-        store = run_extract(Path.cwd(), settings, devices, listener)
+        if scheduler:
+            store = run_extract_on(Path.cwd(), settings, scheduler, listener)
+        else:
+            store = run_extract(Path.cwd(), settings, choose_devices(gpus or "all"), listener)
     documents = sum(part.documents for part in store.parts)
     console.print(f"{store.place}: {documents:,} documents, {store.tokens:,} tokens in {len(store.parts)} parts")
+
+
+@app.command()
+def worker(
+    scheduler: Annotated[str, typer.Option(help="the Dask scheduler to join: tcp://host:8786")],
+    gpus: Gpus = "all",
+    gpus_per_target: Annotated[int, typer.Option(min=1, help="GPUs of each worker: the setting target.gpus")] = 1,
+    interface: Annotated[str | None, typer.Option(help="network interface, if not the one to the scheduler")] = None,
+) -> None:
+    """Add this machine's GPUs to a scheduler that `dflash extract --scheduler` uses. Ends when the scheduler does."""
+    from ..extract.cluster import serve
+    from .console import console
+    from .devices import choose_devices
+
+    serve(scheduler, choose_devices(gpus), gpus_per_target, interface, console.print)
 
 
 @app.command()
@@ -127,9 +209,11 @@ def main() -> None:
     except OSError as error:
         fail(f"{error.strerror or error}: {error.filename or 'see the path in your settings'}")
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        if isinstance(leaving, SystemExit) and leaving.code != STOPPED:
+            raise
         fail("stopped; run the same command again to go on")
-        sys.exit(130)
+        sys.exit(STOPPED)
 
 
 if __name__ == "__main__":

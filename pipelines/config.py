@@ -44,7 +44,7 @@ class Settings(BaseModel):
 
 COMMENTS = {
     "target": "The model whose drafter is trained.",
-    "data": "Text: JSONL lines with messages, conversations, or input_ids and loss_mask.",
+    "data": "Text: rows with messages, conversations, or input_ids and loss_mask; JSONL, Parquet, or datasets.",
     "store": "Where stage one writes hidden states and stage two reads them.",
     "extract": "Stage one: dflash extract.",
     "drafter": "The drafter's shape.",

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
@@ -23,13 +24,12 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 class _RateColumn(TextColumn):
-    def __init__(self, unit: str) -> None:
+    def __init__(self) -> None:
         super().__init__("")
-        self._unit = unit
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.1f} {self._unit}/s" if speed else "", style="progress.data.speed")
+        return Text(f"{speed:,.1f} {task.fields['unit']}/s" if speed else "", style="progress.data.speed")
 
 
 @contextmanager
@@ -38,33 +38,36 @@ def reporting(title: str, unit: str, quiet: bool = False) -> Iterator[Listener]:
     if quiet:
         yield Listener(lambda line: None, lambda total, done: None, lambda amount, note: None)
     elif console.is_terminal:
-        yield from _bar(title, unit)
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _RateColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        ]
+        with Progress(*columns, console=console, speed_estimate_period=60) as progress:
+            yield _bar(progress, title, unit)
     else:
         yield _plain(title, unit)
 
 
-def _bar(title: str, unit: str) -> Iterator[Listener]:
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _RateColumn(unit),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    ]
-    with Progress(*columns, console=console, speed_estimate_period=60) as progress:
-        task = progress.add_task(title, total=None, note="", start=False)
+def _bar(progress: Progress, title: str, unit: str) -> Listener:
+    task = progress.add_task(title, total=None, note="", unit=unit, start=False)
 
-        def start(total: int, done: int) -> None:
-            progress.update(task, total=total, completed=done)
-            progress.start_task(task)
+    def start(total: int, done: int) -> None:
+        progress.update(task, total=total, completed=done)
+        progress.start_task(task)
 
-        def advance(amount: int, note: str) -> None:
-            progress.update(task, advance=amount)
-            if note:
-                progress.update(task, note=note)
+    def advance(amount: int, note: str) -> None:
+        progress.update(task, advance=amount)
+        if note:
+            progress.update(task, note=note)
 
-        yield Listener(lambda line: progress.console.print(line, markup=False), start, advance)
+    def say(line: str) -> None:
+        progress.console.print(line, markup=False)
+
+    return Listener(say, start, advance, partial(_bar, progress))
 
 
 def _plain(title: str, unit: str) -> Listener:
@@ -91,7 +94,7 @@ def _plain(title: str, unit: str) -> Listener:
             flush=True,
         )
 
-    return Listener(lambda line: print(line, flush=True), start, advance)
+    return Listener(lambda line: print(line, flush=True), start, advance, _plain)
 
 
 def fail(message: str) -> None:

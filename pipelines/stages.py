@@ -37,11 +37,38 @@ def survey_extraction(folder: Path, settings: Settings, device: str, listener: L
 
 
 def run_extract(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Store:
-    """Stage one."""
+    """Stage one, on devices of this machine."""
     from ..extract.run import extract, prepare
 
     seen = survey_extraction(folder, settings, devices[0], listener)
-    return extract(prepare(seen, devices[0]), devices, listener)
+    warn_of_room(seen, listener)
+    return extract(prepare(seen), devices, listener)
+
+
+def run_extract_on(folder: Path, settings: Settings, scheduler: str, listener: Listener) -> Store:
+    """Stage one, on the workers that have joined a scheduler (`dflash worker`).
+
+    Args:
+        scheduler: its address, tcp://host:port.
+    """
+    from ..extract.cluster import connect
+    from ..extract.peers import common_device
+    from ..extract.run import extract, prepare
+
+    with connect(scheduler) as client:
+        # First of all: what a state is depends on what computes it.
+        device = "cpu" if common_device(client, scheduler, listener.say) == "cpu" else "0"
+        seen = survey_extraction(folder, settings, device, listener)
+        warn_of_room(seen, listener)
+        return extract(prepare(seen), client, listener)
+
+
+def warn_of_room(seen: Any, listener: Listener) -> None:
+    """Say when the disk will not hold what was surveyed. Raises StoreFullError when it does not hold even one unit."""
+    from ..extract.estimate import check_room, estimate
+
+    if warning := check_room(estimate(seen)):
+        listener.say(f"warning: {warning}")
 
 
 def run_train(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Path:
@@ -143,12 +170,14 @@ def decoding_target(folder: Path, settings: Settings, store: Store, device: str)
         ConfigError: the target's weights are not those the store was made with, or it names no end token.
     """
     from ..extract.cached import CachedTarget
-    from ..extract.target import load_model, locate, weights_hash
+    from ..extract.capture import load_model
+    from ..extract.target import locate, weights_hash
 
     path = locate(target_path(folder, settings))
     identity = store.identity
     if weights_hash(path) != identity.target_weights:
         raise ConfigError(f"target {path} has other weights than the one the store {store.place} was made with")
+    # A server decodes in bfloat16, also from states that were computed with products in fp8.
     model = load_model(path, identity.dtype, "cpu" if device == "cpu" else f"cuda:{device}")
     ends: set[int] = set()
     for name in ("generation_config.json", "config.json"):

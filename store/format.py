@@ -70,8 +70,8 @@ class Identity(BaseModel):
     layer_ids: tuple[int, ...]
     last_layer: Literal["pre", "post"] | None = None
     final: bool
-    dtype: Literal["float32", "bfloat16"]
-    """What the target computed in; the states are kept in `encoding` whatever it was."""
+    dtype: Literal["float32", "bfloat16", "fp8"]
+    """What the target computed in (fp8: bfloat16, with matrix products in e4m3); the states are kept in `encoding`."""
     encoding: Encoding = "bf16"
     hidden_size: int
     num_layers: int

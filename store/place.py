@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -229,11 +229,22 @@ class Directory:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     raise
                 raise StoreError(f"another command is writing to {self}: wait for it, or stop it") from None
-            for leftover in (self.path / STAGING).iterdir():
-                shutil.rmtree(leftover, ignore_errors=True)
-            yield
+            self._clear_staging()
+            try:
+                yield
+            finally:
+                self._clear_staging()
         finally:
             os.close(descriptor)
+
+    def _clear_staging(self) -> None:
+        """Remove what is half written. Renamed first: a part whose writer still lives is committed whole or not."""
+        doomed = self.stage("removing")
+        for number, leftover in enumerate((self.path / STAGING).iterdir()):
+            if leftover != doomed:
+                with suppress(FileNotFoundError):
+                    leftover.rename(doomed / str(number))
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def zarr_store(self) -> Any:
         """zarr-python's own local store."""

@@ -9,7 +9,7 @@ array's metadata and can read everything; the bytes are written here.
 from __future__ import annotations
 
 import os
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,9 @@ from .states import States, chunk_bytes, empty_states
 
 if TYPE_CHECKING:
     import zarr
+
+FLUSH_BYTES = 256 << 20
+"""What is written to a shard before it is sent on to the disk, so that a commit finds little left to wait for."""
 
 
 class RowsWriter:
@@ -79,6 +82,8 @@ class RowsWriter:
         self._index: list[tuple[int, int]] = []
         self._checksums: list[int] = []
         self._synced: list[Future[None]] = []
+        self._flushed = 0
+        self._flush: Future[None] | None = None
 
     def append(self, states: States) -> None:
         """Append rows. Whole chunks are written from where they are; what is left over is kept for the next."""
@@ -115,6 +120,8 @@ class RowsWriter:
     def abandon(self) -> None:
         """Close the file, whatever state it is in."""
         if self._descriptor is not None:
+            if self._flush is not None:
+                wait([self._flush])
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -133,6 +140,11 @@ class RowsWriter:
         self._written += rows
         if len(self._index) == self._chunks_per_shard * self._layers:
             self._end_shard()
+        elif (len(self._index) - self._flushed) * self._chunk_bytes >= FLUSH_BYTES:
+            self._flushed = len(self._index)
+            if self._flush is not None:
+                self._flush.result()  # one at a time, and none of their errors is lost
+            self._flush = self._pool.submit(os.fdatasync, self._descriptor)
 
     def _write_chunk(self, chunk: States, offset: int) -> int:
         """Write one layer's chunk at its place; returns its crc32c."""
@@ -157,8 +169,8 @@ class RowsWriter:
         tail = memoryview(index + int(crc32c(index)).to_bytes(4, "little"))
         _write_at(self._descriptor, tail, len(self._index) * self._chunk_bytes)
         # Synced beside the writing of the next shard, so that the disk is not left waiting.
-        self._synced.append(self._pool.submit(_sync_and_close, self._descriptor))
-        self._descriptor = None
+        self._synced.append(self._pool.submit(_sync_and_close, self._descriptor, self._flush))
+        self._descriptor, self._flush, self._flushed = None, None, 0
         self._shard += 1
 
 
@@ -183,8 +195,10 @@ def _copy(source: States, target: States) -> None:
         target.scales[:] = source.scales
 
 
-def _sync_and_close(descriptor: int) -> None:
+def _sync_and_close(descriptor: int, flush: Future[None] | None) -> None:
     try:
+        if flush is not None:  # it came into the pool first, so this waits for work that is under way
+            flush.result()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -10,6 +10,7 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 QUEUE_BYTES = 512 << 20
 """Bytes that may wait to be written; then `append` waits (one piece larger than that waits alone)."""
-WRITERS = 3
+WRITERS = 4
 """Threads that write the layers of a part beside each other, and sync its shards."""
 
 
@@ -165,8 +166,7 @@ class Parts(Protocol):
 class PartWriter:
     """Writes one part, in a thread of its own. Leaving it without `commit` removes what was staged.
 
-    `append` hands rows over and returns; it waits only when the disk is behind. What is appended must not change until
-    the part is committed.
+    `append` hands rows over and returns; it waits only when the disk is behind.
 
     Args:
         store: the store.
@@ -183,8 +183,9 @@ class PartWriter:
         self._folder = store.place.stage(name)
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="dflash-write")
-        self._queue: queue.Queue[tuple[States, States | None] | None] = queue.Queue()
+        self._queue: queue.Queue[tuple[States, States | None, Callable[[], None]] | None] = queue.Queue()
         self._waiting = 0
+        self.seconds = 0.0
         self._room = threading.Condition()
         try:
             with clear_errors(store.place):
@@ -212,8 +213,15 @@ class PartWriter:
             rows.abandon()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def append(self, hidden: States, final: States | None) -> None:
+    seconds: float
+    """Seconds spent writing so far; `commit` included once it is done."""
+
+    def append(self, hidden: States, final: States | None, written: Callable[[], None] = lambda: None) -> None:
         """Append the states of the next tokens, in the store's encoding: `hidden` of all layers, `final` of one.
+
+        Args:
+            written: called, in the writer's thread, once the states are no longer needed; until then they must not
+                change. Not called for what is given up.
 
         Raises:
             StoreError: `final` is given where the store keeps none, or the other way round; or an earlier piece could
@@ -227,7 +235,7 @@ class PartWriter:
             self._waiting += size
         if self._error is not None:
             raise self._error
-        self._queue.put((hidden, final))
+        self._queue.put((hidden, final, written))
 
     def commit(
         self,
@@ -253,6 +261,7 @@ class PartWriter:
             StoreError: counts of tokens, states and documents do not agree, or there is no room or no leave to write.
         """
         self._finish()
+        began = time.perf_counter()
         if self._error is not None:
             raise self._error
         offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
@@ -284,18 +293,23 @@ class PartWriter:
             _small_array(self._group, "doc_tags", codes, attributes={"tags": tags})
             said, files = record.model_dump(mode="json"), sum_files(self._folder, lambda name: name == RECORD)
             self._group.attrs.update({ROOT_KEY: said, FILES_KEY: files, SEAL_KEY: seal(said, files)})
-        return self._store.place.commit(self._folder, self._key, RECORD)
+        fresh = self._store.place.commit(self._folder, self._key, RECORD)
+        self.seconds += time.perf_counter() - began
+        return fresh
 
     def _work(self) -> None:
         while (piece := self._queue.get()) is not None and self._error is None:
-            hidden, final = piece
+            hidden, final, written = piece
+            began = time.perf_counter()
             try:
                 with clear_errors(self._store.place):
                     self._rows["hidden"].append(hidden)
                     if final is not None:
                         self._rows["final"].append(final)
+                written()
             except BaseException as error:
                 self._error = error
+            self.seconds += time.perf_counter() - began
             with self._room:
                 self._waiting -= hidden.nbytes + (0 if final is None else final.nbytes)
                 self._room.notify()

@@ -13,6 +13,7 @@ import torch
 from tiny import make_target, write_data
 
 from dflash_offline.extract.corpus import DataSettings
+from dflash_offline.extract.kernels.delta_rule import pin_configurations
 from dflash_offline.extract.run import ExtractSettings, Prepared, prepare, survey
 from dflash_offline.extract.target import TargetSettings
 from dflash_offline.extract.unit import run_unit
@@ -20,6 +21,8 @@ from dflash_offline.store import Store
 from dflash_offline.store.progress import SILENT
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if torch.cuda.is_available():
+    pin_configurations(128)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,6 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A user's cache folder of the tests' own, theirs and that of every process they start."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")
@@ -46,14 +58,16 @@ DEVICE = "0" if torch.cuda.is_available() else "cpu"
 """Where states come from: kernels for linear attention, once installed, are used on the CPU too and fail there."""
 
 
-def prepare_store(target: Path, files: list[Path], store: str | Path, dtype: Any = "auto", **changes: Any) -> Prepared:
+def prepare_store(
+    target: Path, files: list[Path], store: str | Path, dtype: Any = "auto", device: str = DEVICE, **changes: Any
+) -> Prepared:
     """A store with a plan; `changes` go to the data or extract settings, whichever has the key."""
     data: dict[str, Any] = {"files": [str(path) for path in files]}
     extract: dict[str, Any] = {"layer_ids": [1, 3, 5], "unit_tokens": 600, "batch_tokens": 400}
     for key, value in changes.items():
         (data if key in DataSettings.model_fields else extract)[key] = value
     settings = TargetSettings(path=str(target), dtype=dtype), DataSettings(**data), ExtractSettings(**extract)
-    return prepare(survey(*settings, files, store, DEVICE, SILENT), DEVICE)
+    return prepare(survey(*settings, files, store, device, SILENT))
 
 
 def fill(prepared: Prepared) -> Store:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_offline.extract.data import DataError, Row, read_rows
+from dflash_offline.extract.data import CHUNK_ROWS, DataError, Row, count_rows, file_hash, read_rows
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -38,7 +38,7 @@ def test_all_three_forms(tmp_path: Path) -> None:
         ({"text": "hi"}, "needs 'messages'"),
         ({"messages": []}, "conversation is empty"),
         ({"conversations": []}, "conversation is empty"),
-        ({"messages": "hi"}, "conversation is empty"),
+        ({"messages": "hi"}, "messages must be a list of turns, not str"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "unknown role 'robot'"),
         ({"messages": ["hi"]}, "a turn must be an object"),
         ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown role"),
@@ -50,6 +50,8 @@ def test_all_three_forms(tmp_path: Path) -> None:
         ({"input_ids": [], "loss_mask": []}, "not empty"),
         ({"input_ids": [1, -2], "loss_mask": [1, 1]}, "list of token ids"),
         ({**GOOD, "split": "test"}, "split must be"),
+        ({**GOOD, "tools": "{}"}, "tools must be a list"),
+        ({**GOOD, "tools": "{"}, "tools is not valid JSON"),
     ],
 )
 def test_a_bad_line_is_named_by_number(tmp_path: Path, line: object, says: str) -> None:
@@ -62,3 +64,40 @@ def test_a_bad_line_is_named_by_number(tmp_path: Path, line: object, says: str) 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing\.jsonl: No such file"):
         list(read_rows([tmp_path / "nothing.jsonl"]))
+
+
+def test_a_folder_of_shards_is_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    (folder / "inner").mkdir(parents=True)
+    for name, count in (("b.jsonl", 2), ("a.jsonl", CHUNK_ROWS + 2), ("inner/c.jsonl", 1), (".hidden.jsonl", 1)):
+        (folder / name).write_text((json.dumps(GOOD) + "\n") * count)
+    (folder / "README.md").write_text("no data")
+    found = list(read_rows([folder]))
+    assert [row.place for row in found] == [
+        *(f"chats/a.jsonl, line {n}" for n in range(1, CHUNK_ROWS + 3)),
+        "chats/b.jsonl, line 1",
+        "chats/b.jsonl, line 2",
+    ]
+    assert {row.tag for row in found} == {"chats"}
+    assert count_rows([folder]) == len(found)
+    with pytest.raises(DataError, match=r"holds no \*\.jsonl or \*\.parquet files"):
+        file_hash(tmp_path)
+
+
+def test_the_hash_of_a_folder_is_that_of_what_is_read_from_it(tmp_path: Path) -> None:
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    lines = [json.dumps({**GOOD, "tag": str(n)}) + "\n" for n in range(3)]
+
+    def hash_of(**shards: str) -> str:
+        for path in folder.glob("*.jsonl"):
+            path.unlink()
+        for name, content in shards.items():
+            (folder / f"{name}.jsonl").write_text(content)
+        return file_hash(folder)
+
+    first = hash_of(a=lines[0], b=lines[1])
+    (folder / "README.md").write_text("not read")
+    assert hash_of(b=lines[1], a=lines[0]) == first
+    others = [{"a": lines[0], "b": lines[2]}, {"a": lines[1], "b": lines[0]}, {"a": lines[0], "c": lines[1]}]
+    assert len({first, *(hash_of(**other) for other in others)}) == 4

@@ -10,13 +10,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
+from stores import read_all
 from tiny import make_target, write_data
 from transformers import AutoModelForCausalLM
 
-from dflash_offline.extract import unit
+from dflash_offline.extract import target as targets
+from dflash_offline.extract.capture import StateCapture, Wanted, load_model
 from dflash_offline.extract.run import Prepared
-from dflash_offline.extract.target import StateCapture, TargetError, check_layer_ids, default_layer_ids, inspect
-from dflash_offline.extract.unit import run_unit
+from dflash_offline.extract.target import (
+    TargetError,
+    TargetSettings,
+    check_fast,
+    check_layer_ids,
+    default_layer_ids,
+    inspect,
+)
+from dflash_offline.extract.unit import UnitWorker, run_unit
 from dflash_offline.store import HELDOUT, TRAIN, Store, StoreError
 
 
@@ -89,9 +98,47 @@ def test_the_last_layer_before_and_after_the_norm(
 def test_the_vocabulary_projection_is_never_computed(hybrid: Path, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32)
     model.lm_head.register_forward_hook(lambda *_: pytest.fail("the LM head ran"))
-    hidden, final = StateCapture(model, [1, 2], None)(torch.ones(2, 5, dtype=torch.int64), use_cache=False)
-    assert hidden.shape == (2, 5, 2, 32)
+    hidden, final = StateCapture(model, [1, 2], None)(torch.ones(2, 5, dtype=torch.int64))
+    assert [state.shape for state in hidden] == [(2, 5, 32)] * 2
     assert final.shape == (2, 5, 32)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "dense", "nested"])
+def test_only_the_layers_that_are_needed_are_loaded_and_run(
+    kind: str, tmp_path: Path, make_store: Callable[..., Prepared]
+) -> None:
+    target = make_target(tmp_path / "target", kind, seed=3)
+    data = [write_data(tmp_path / "data.jsonl", 4)]
+    whole = fill(make_store(target, data, tmp_path / "whole", layer_ids=[0, 4]))
+    store = fill(make_store(target, data, tmp_path / "s", layer_ids=[0, 4], final=False))
+    for part in range(len(store.parts)):
+        assert np.array_equal(read_all(store, part).values, read_all(whole, part).values)
+    assert len(load_model(target, "float32", "cpu", layers=5).get_decoder().layers) == 5
+
+
+@pytest.mark.parametrize(
+    ("layer_ids", "last", "final", "layers"),
+    [([0, 4], None, True, 8), ([0, 4], None, False, 5), ([7], "pre", False, 8), ([7, 2], "post", False, 8)],
+)
+def test_layers_that_must_run(layer_ids: list[int], last: str | None, final: bool, layers: int) -> None:
+    assert Wanted(tuple(layer_ids), last, final, 8).layers == layers
+
+
+def test_a_hybrid_without_fast_kernels_is_refused_on_a_gpu(
+    hybrid: Path, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "find_spec", lambda name: None)
+    with pytest.raises(
+        TargetError, match=r"6 of the target's 8 layers .*pip install flash-linear-attention.*allow-slow"
+    ):
+        check_fast(inspect(hybrid), False)
+    check_fast(inspect(hybrid), True)
+    check_fast(inspect(dense), False)
+
+
+def test_fp8_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="fp8 needs a GPU"):
+        TargetSettings(path=str(tmp_path), dtype="fp8").resolve_dtype("cpu")
 
 
 @pytest.mark.parametrize(
@@ -107,24 +154,23 @@ def test_bad_states_are_refused_with_document_and_layer(
 ) -> None:
     prepared = make_store(hybrid, [write_data(tmp_path / "data.jsonl", 8)], tmp_path / "s")
     train = next(item for item in prepared.plan.units if item.split == TRAIN)
-    forward = unit._forward
+    forward = UnitWorker._forward
 
     def broken(*arguments: Any) -> Any:
-        hidden, final = forward(*arguments)
-        hidden = hidden.clone()
+        states = [state.clone() for state in forward(*arguments)]
         if value == 0:
-            hidden[1, :, 2] = 0
+            states[2][1] = 0
         else:
-            hidden[1, 4, 2, 7] = value
-        return hidden, final
+            states[2][1, 4, 7] = value
+        return states
 
-    monkeypatch.setattr(unit, "_forward", broken)
+    monkeypatch.setattr(UnitWorker, "_forward", broken)
     with pytest.raises(StoreError, match=rf"data\.jsonl, line \d+: the states of layer 5 are {says}"):
         run_unit(prepared.job, train.id)
     prepared.store.refresh()
     assert prepared.store.parts == []
     monkeypatch.undo()
-    assert run_unit(prepared.job, train.id) > 0  # redone once the cause is gone
+    assert run_unit(prepared.job, train.id).tokens > 0  # redone once the cause is gone
 
 
 def test_default_layers_are_those_published() -> None:
