@@ -1,6 +1,6 @@
 """Tokens a second of extraction on one GPU: transformers' forward pass, the fused one, the fused one with its store.
 
-    python -m bench.extract_rate --folder DIR [--layers 64] [--tokens 400000] [--fp8] [--profile]
+    python -m bench.extract_rate --folder DIR [--layers 64] [--tokens 700000] [--fp8] [--profile]
 
 Random weights of Qwen3.6-27B's shape, made on the GPU. A corpus of a realistic length mix is planned as always, and
 units spread evenly over it are done. The forward passes all run over the same batches; the rows with the store are
@@ -91,7 +91,7 @@ def whole_rate(
     said = {"layer_ids": tuple(layer_ids), "final": True, "num_layers": config.num_hidden_layers}
     shape = identity(1, config.hidden_size).model_copy(update=said)
     store = create_store(path, shape, lambda head: head.mkdir(parents=True))
-    worker = UnitWorker(store, plan, corpus, Loaded(capture, "fused", [], []), torch.device("cuda"))
+    worker = UnitWorker(store, plan, corpus, Loaded(capture, torch.device("cuda:0"), "fused", [], []))
     worker.run(units[0])  # warm: pinned buffers, kernels
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the store is written, and removed")
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--documents", type=int, default=20_000, help="documents of the corpus that is planned")
-    parser.add_argument("--tokens", type=int, default=400_000, help="tokens of the units that are done")
+    parser.add_argument("--tokens", type=int, default=700_000, help="tokens of the units that are done")
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--unit-tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=3)

@@ -58,12 +58,14 @@ class Loaded:
 
     Attributes:
         capture: gives its states.
+        device: where its states come out: the last of its GPUs.
         path: "fused" or "transformers", whichever runs.
         notes: lines that a person should see.
         fp8_errors: with fp8, ||fp8 - bf16|| / ||bf16|| of each kept layer and of final on the sample; else empty.
     """
 
     capture: Capture
+    device: torch.device
     path: str
     notes: list[str]
     fp8_errors: list[float]
@@ -89,23 +91,24 @@ def load_capture(folder: Path, dtype: Dtype, device: str, gpus: int, wanted: Wan
     model = load_model(folder, dtype, device, gpus, wanted.layers)
     last = wanted.last_layer if wanted.layers == wanted.num_layers else None
     if device == "cpu":
-        return Loaded(StateCapture(model, wanted.layer_ids, last), "transformers", [], [])
+        return Loaded(StateCapture(model, wanted.layer_ids, last), torch.device("cpu"), "transformers", [], [])
+    end = model.get_decoder().norm.weight.device
     reason = "the fused kernels are for bfloat16" if dtype == "float32" else not_fusable(model)
     if reason and dtype == "fp8":
         raise TargetError(f"target.dtype fp8: {reason}; use bfloat16")
     if reason:
         notes.append(f"{reason}: the target runs as transformers has it, more slowly")
-        return Loaded(StateCapture(model, wanted.layer_ids, last), "transformers", notes, [])
+        return Loaded(StateCapture(model, wanted.layer_ids, last), end, "transformers", notes, [])
     capture = FusedTarget(model, wanted.layer_ids, last)
     if dtype != "fp8":
-        return Loaded(capture, "fused", notes, [])
+        return Loaded(capture, end, "fused", notes, [])
     exact = states_of(capture, sample)
     del capture  # its joined weights go as the quantised ones are made
     capture = FusedTarget(model, wanted.layer_ids, last, fp8=True)
     errors = [relative_error(ours, theirs) for ours, theirs in zip(states_of(capture, sample), exact, strict=True)]
     if any(hasattr(layer.mlp, "experts") for layer in model.get_decoder().layers):
         notes.append("the experts stay in bfloat16: only the products of attention are in fp8")
-    return Loaded(capture, "fused", notes, errors if wanted.final else errors[:-1])
+    return Loaded(capture, end, "fused", notes, errors if wanted.final else errors[:-1])
 
 
 def load_model(folder: Path, dtype: Dtype, device: str, gpus: int = 1, layers: int | None = None) -> Any:

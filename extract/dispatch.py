@@ -255,8 +255,8 @@ class Dispatch:
                 if self._tries:
                     return
                 raise StoreFullError(
-                    f"no room is left where the store {self._job.store} lies; {len(self._pending)} units are still to "
-                    "do: make room and run the same command again"
+                    f"no room is left for the store {self._job.store}: {len(self._pending)} units are still to do, "
+                    "make room and run the same command again"
                 )
             self._pending.popleft()
             worker = min(free, key=lambda worker: worker.used)

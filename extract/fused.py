@@ -7,7 +7,6 @@ to bf16 rounding. Knows nothing of stores.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -192,7 +191,7 @@ class FusedTarget:
         decoder = model.get_decoder()
         self._embed, self._norm = decoder.embed_tokens, decoder.norm
         self._layers = [Layer(module, fp8) for module in decoder.layers]
-        self._ropes = {layer.device: copy.deepcopy(decoder.rotary_emb).to(layer.device) for layer in self._layers}
+        self._rope = decoder.rotary_emb
         self._layer_ids = tuple(layer_ids)
         self._post = len(self._layers) - 1 if last_layer == "post" else None
         self._centred = FAMILIES[type(decoder.layers[0]).__name__].centred
@@ -204,24 +203,22 @@ class FusedTarget:
         shape = (input_ids.shape[0], input_ids.shape[1])
         x = self._embed(input_ids.to(self._embed.weight.device)).flatten(0, 1)
         delta: Tensor | None = None
-        turns: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        batch = Batch(shape, *self._turns(x, shape[1]))
         kept: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             if layer.device != x.device:  # a target spread over several GPUs
                 x, delta = x.to(layer.device), None if delta is None else delta.to(layer.device)
-            if layer.device not in turns:
-                turns[layer.device] = self._turns(x, shape[1])
-            batch = Batch(shape, *turns[layer.device])
-            x, rows = add_norm(x, delta, *layer.norms[0])
-            if index:
-                kept[index - 1] = x
-            x, rows = add_norm(x, layer.mixer(rows, batch), *layer.norms[1])
-            delta = layer.mlp(rows, batch)
-            if index - 1 not in self._layer_ids:
-                kept.pop(index - 1, None)
+                batch = Batch(shape, batch.cos.to(layer.device), batch.sin.to(layer.device))
+            with _on(layer.device):
+                x, rows = add_norm(x, delta, *layer.norms[0])
+                if index - 1 in self._layer_ids:
+                    kept[index - 1] = x
+                x, rows = add_norm(x, layer.mixer(rows, batch), *layer.norms[1])
+                delta = layer.mlp(rows, batch)
         device = self._norm.weight.device
         assert delta is not None
-        x, rows = add_norm(x.to(device), delta.to(device), self._norm.weight, _eps(self._norm), self._centred)
+        with _on(device):
+            x, rows = add_norm(x.to(device), delta.to(device), self._norm.weight, _eps(self._norm), self._centred)
         kept[len(self._layers) - 1] = x
         final = rows.values.unflatten(0, shape)
         hidden = [final if i == self._post else kept[i].unflatten(0, shape) for i in self._layer_ids]
@@ -229,12 +226,16 @@ class FusedTarget:
 
     def _turns(self, x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         # The target's own module makes the tables, so every form of scaled rope is its own too.
-        rope = self._ropes[x.device]
         positions = torch.arange(tokens, device=x.device)[None]
-        if type(rope).__name__.startswith("Qwen3_5"):  # text positions thrice: time, height and width
+        if type(self._rope).__name__.startswith("Qwen3_5"):  # text positions thrice: time, height and width
             positions = positions.expand(3, 1, -1)
-        cos, sin = rope(x[None, :tokens], positions)
+        cos, sin = self._rope(x[None, :tokens], positions)
         return cos[0].contiguous(), sin[0].contiguous()
+
+
+def _on(device: torch.device) -> Any:
+    """Triton starts a kernel on the current GPU, wherever its tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _eps(norm: Any) -> float:

@@ -104,13 +104,13 @@ class UnitWorker:
     Args:
         store, plan, corpus: where units come from and go to.
         loaded: the target.
-        device: where it runs.
     """
 
-    def __init__(self, store: Store, plan: Plan, corpus: Corpus, loaded: Loaded, device: torch.device) -> None:
+    def __init__(self, store: Store, plan: Plan, corpus: Corpus, loaded: Loaded) -> None:
         self._store, self._plan, self._corpus = store, plan, corpus
-        self._loaded, self._device = loaded, device
-        self._outbox = Outbox(device, store.identity.encoding)
+        self._loaded, self._device = loaded, loaded.device
+        # Packed where the last layers are: the first GPU of a target spread over several goes on to the next pass.
+        self._outbox = Outbox(loaded.device, store.identity.encoding)
         self._turn = threading.Lock()
         """Held by the unit that computes."""
 
@@ -163,9 +163,8 @@ class UnitWorker:
         documents = [self._corpus.tokens[self._corpus.rows(m)] for m in members]
         clock = _Clock(self._device)
         try:
-            states = self._forward(documents)
+            parcel = self._outbox.send(self._forward(documents), [len(d) for d in documents])
             clock.stop()
-            parcel = self._outbox.send(states, [len(d) for d in documents])
         except torch.OutOfMemoryError:
             parcel = None
         if parcel is None:
@@ -244,7 +243,7 @@ class _Clock:
     """Seconds from its making to `stop`, by the device's own clock where it has one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._marks = [self._now()]
 
     def stop(self) -> None:
@@ -252,13 +251,13 @@ class _Clock:
 
     def seconds(self) -> float:
         began, ended = self._marks
-        return began.elapsed_time(ended) / 1000 if self._cuda else ended - began
+        return began.elapsed_time(ended) / 1000 if self._device.type == "cuda" else ended - began
 
     def _now(self) -> Any:
-        if not self._cuda:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 
@@ -296,12 +295,11 @@ def _worker(job: Job, store: Store, plan: Plan, corpus: Corpus) -> UnitWorker:
         identity = store.identity
         wanted = Wanted(identity.layer_ids, identity.last_layer, identity.final, identity.num_layers)
         sample = corpus.tokens[corpus.rows(plan.units[0].documents[0])][:SAMPLE_TOKENS].astype(np.int64)
-        device = torch.device(job.device)
-        ids = torch.from_numpy(sample)[None].to(device)
+        ids = torch.from_numpy(sample)[None].to(job.device)
         if job.device != "cpu":
             check_fast(inspect(Path(job.target)), job.allow_slow)
         loaded = load_capture(Path(job.target), job.dtype, job.device, job.gpus, wanted, ids)
-        _workers[job] = UnitWorker(store, plan, corpus, loaded, device)
+        _workers[job] = UnitWorker(store, plan, corpus, loaded)
     return _workers[job]
 
 

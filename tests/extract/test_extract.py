@@ -84,7 +84,7 @@ def test_extraction_stops_before_the_disk_is_full_and_goes_on_later(
         return 0 if len([path for path in parts.iterdir() if path.is_dir()]) >= 2 else 1 << 40
 
     monkeypatch.setattr(dispatch, "room_left", shrinking)
-    with pytest.raises(StoreFullError, match=r"no room is left .* units are still to do: make room and run the same"):
+    with pytest.raises(StoreFullError, match=r"no room is left .* units are still to do, make room and run the same"):
         extract(prepared, ["cpu"], SILENT)
     stored = len(open_store(tmp_path / "s").parts)
     assert 2 <= stored < len(prepared.plan.units)

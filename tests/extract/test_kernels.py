@@ -15,7 +15,7 @@ from conftest import fill
 from stores import read_all
 from tiny import make_target, write_data
 
-from dflash_offline.extract.capture import relative_error
+from dflash_offline.extract.capture import Wanted, load_capture, relative_error, states_of
 from dflash_offline.extract.run import Prepared
 
 HERE = Path(__file__).parent
@@ -47,6 +47,18 @@ def test_linear_attention_on_a_gpu_is_the_recurrence() -> None:
 def test_a_fused_target_on_a_gpu_is_transformers_own(kind: str) -> None:
     # bfloat16 has 8 bits; errors of single roundings add up over 8 layers.
     assert kernel_checks.check_target(kind, "cuda", torch.bfloat16) < 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_target_over_two_gpus_gives_the_states_of_one(kind: str, tmp_path: Path) -> None:
+    target, wanted = make_target(tmp_path / "target", kind), Wanted((1, 6), None, True, 8)
+    ids = torch.randint(8192, (3, 40), generator=torch.Generator().manual_seed(0))
+    one, two = (load_capture(target, "bfloat16", "cuda", gpus, wanted, ids[:1]) for gpus in (1, 2))
+    assert two.device == torch.device("cuda:1")
+    for ours, theirs in zip(states_of(two.capture, ids), states_of(one.capture, ids), strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
 
 
 @pytest.mark.gpu
