@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..store import Identity, Store
 from ..store.reader import stored_bytes
+from ..store.room import size
 from .console import console
 
 if TYPE_CHECKING:
@@ -95,12 +96,3 @@ def describe_pruning(store: Store, identity: Identity) -> str:
     changes = "; ".join(store.identity.differences(identity)) or "nothing changes"
     after = stored_bytes(identity, store.tokens)
     return f"{store.place}: {size(store.bytes_stored())} become {size(after)} ({changes})"
-
-
-def size(count: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:,.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"

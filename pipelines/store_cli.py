@@ -94,8 +94,9 @@ def prune(
     from ..store import StoreError, open_store
     from ..store.prune import delete_parts, pruned_identity
     from ..store.prune import prune as run
+    from ..store.room import size
     from .console import console, reporting
-    from .show_store import describe_pruning, size
+    from .show_store import describe_pruning
 
     where = _named(path)
     if delete_part and (layers or drop_final or fp8):

@@ -8,27 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import dflash, run
 from stores import small_disk
 from tiny import write_data
 
-from dflash_offline.pipelines.cli import main
 from dflash_offline.train.checkpoint import checkpoints
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run `dflash` in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["dflash", *arguments])
-    try:
-        main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    return 0
-
-
-def dflash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `dflash` in a process of its own."""
-    command = [sys.executable, "-m", "dflash_offline.pipelines.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_full_disk_ends_an_extraction_that_can_go_on(hybrid: Path, tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import dflash
 from stores import filled_store
 from tiny import write_data
 
@@ -23,12 +23,6 @@ from dflash_offline.pipelines.doctor.store import check_store
 from dflash_offline.pipelines.init import init
 
 SOME_GPU = Gpu("a GPU", (9, 0), 1 << 37, 1 << 37)
-
-
-def dflash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `dflash` in a process of its own."""
-    command = [sys.executable, "-m", "dflash_offline.pipelines.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
 def row(checks: list[Check], name: str) -> Check:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 from tiny import write_data
 
 from dflash_offline.extract.rates import machine_name, remember_rate
-from dflash_offline.pipelines.cli import main
 from dflash_offline.pipelines.config import load_settings
 from dflash_offline.pipelines.stages import survey_extraction
 from dflash_offline.store.progress import SILENT
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run `dflash` in this process; returns its exit code."""
-    monkeypatch.setattr(sys, "argv", ["dflash", *arguments])
-    try:
-        main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
-    return 0
 
 
 @pytest.fixture
