@@ -58,7 +58,7 @@ class Loaded:
 
     Attributes:
         capture: gives its states.
-        device: where its states come out: the last of its GPUs.
+        device: where its last layers run, and where its states are packed.
         path: "fused" or "transformers", whichever runs.
         notes: lines that a person should see.
         fp8_errors: with fp8, ||fp8 - bf16|| / ||bf16|| of each kept layer and of final on the sample; else empty.
@@ -90,24 +90,26 @@ def load_capture(folder: Path, dtype: Dtype, device: str, gpus: int, wanted: Wan
         notes += [unpinned] if unpinned else []
     model = load_model(folder, dtype, device, gpus, wanted.layers)
     last = wanted.last_layer if wanted.layers == wanted.num_layers else None
-    if device == "cpu":
-        return Loaded(StateCapture(model, wanted.layer_ids, last), torch.device("cpu"), "transformers", [], [])
     end = model.get_decoder().norm.weight.device
     reason = "the fused kernels are for bfloat16" if dtype == "float32" else not_fusable(model)
     if reason and dtype == "fp8":
         raise TargetError(f"target.dtype fp8: {reason}; use bfloat16")
-    if reason:
-        notes.append(f"{reason}: the target runs as transformers has it, more slowly")
+    if device == "cpu" or reason:
+        if device != "cpu":
+            notes.append(f"{reason}: the target runs as transformers has it, more slowly")
         return Loaded(StateCapture(model, wanted.layer_ids, last), end, "transformers", notes, [])
-    capture = FusedTarget(model, wanted.layer_ids, last)
-    if dtype != "fp8":
-        return Loaded(capture, end, "fused", notes, [])
-    exact = states_of(capture, sample)
-    del capture  # its joined weights go as the quantised ones are made
-    capture = FusedTarget(model, wanted.layer_ids, last, fp8=True)
-    errors = [relative_error(ours, theirs) for ours, theirs in zip(states_of(capture, sample), exact, strict=True)]
+    try:
+        capture = FusedTarget(model, wanted.layer_ids, last)
+        if dtype != "fp8":
+            return Loaded(capture, end, "fused", notes, [])
+        exact = states_of(capture, sample)
+        del capture  # its joined weights go as the quantised ones are made
+        capture = FusedTarget(model, wanted.layer_ids, last, fp8=True)
+        errors = [relative_error(ours, theirs) for ours, theirs in zip(states_of(capture, sample), exact, strict=True)]
+    except RuntimeError as error:  # running out of memory is among them
+        raise TargetError(f"target {folder} cannot be run here: {str(error).splitlines()[0]}") from None
     if any(hasattr(layer.mlp, "experts") for layer in model.get_decoder().layers):
-        notes.append("the experts stay in bfloat16: only the products of attention are in fp8")
+        notes.append("the experts stay in bfloat16: other products are in fp8")
     return Loaded(capture, end, "fused", notes, errors if wanted.final else errors[:-1])
 
 
@@ -120,7 +122,7 @@ def load_model(folder: Path, dtype: Dtype, device: str, gpus: int = 1, layers: i
         layers: load only so many decoder layers, from the first.
 
     Raises:
-        TargetError: its weights are not safetensors or do not fit its config.
+        TargetError: its weights are not safetensors, are not all there, do not fit its config or into the GPUs.
     """
     weight_files(folder)
     transformers_logging.disable_progress_bar()
@@ -133,7 +135,7 @@ def load_model(folder: Path, dtype: Dtype, device: str, gpus: int = 1, layers: i
             if getattr(text, "layer_types", None):
                 text.layer_types = text.layer_types[:layers]
             text.num_hidden_layers = layers
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=torch.bfloat16 if dtype == "fp8" else getattr(torch, dtype),
@@ -141,11 +143,29 @@ def load_model(folder: Path, dtype: Dtype, device: str, gpus: int = 1, layers: i
             trust_remote_code=False,
             local_files_only=True,
             attn_implementation="sdpa",
+            ignore_mismatched_sizes=True,  # which the check below names, where transformers points to a log
+            output_loading_info=True,
             **place,
         )
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise TargetError(f"target {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    model, said = loaded
+    _check_loaded(folder, model, said)
     return model.requires_grad_(False).eval()
+
+
+def _check_loaded(folder: Path, model: Any, said: dict[str, Any]) -> None:
+    """Refuse what transformers only warns of: it would run with random numbers, or on the CPU."""
+    wrong = {"missing": said["missing_keys"], "of another shape": said["mismatched_keys"]}
+    for how, keys in wrong.items():
+        named = sorted(key if isinstance(key, str) else key[0] for key in keys)
+        if named:
+            raise TargetError(
+                f"target {folder}: {len(named)} of its weights are {how} in its files ({named[0]}): fetch them again"
+            )
+    outside = {str(where) for where in (getattr(model, "hf_device_map", None) or {}).values()} & {"cpu", "disk"}
+    if outside and model.device.type != "cpu":
+        raise TargetError(f"target {folder} does not fit into the memory of its GPUs: spread it over more, target.gpus")
 
 
 class StateCapture:
@@ -175,6 +195,7 @@ class StateCapture:
         `final` is the input of the LM head. No attention mask is passed: with right padding, later positions cannot
         reach earlier ones.
         """
+        input_ids = input_ids.to(self._decoder.embed_tokens.weight.device, non_blocking=True)
         final = self._decoder(input_ids=input_ids, **{"use_cache": False, **options}).last_hidden_state
         hidden = [final if i in self._from_final else self._kept[i] for i in self._layer_ids]
         self._kept.clear()

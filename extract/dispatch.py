@@ -50,8 +50,8 @@ INDEX_EVERY = 60.0
 NAMED = 5
 """Set-aside units that an error names; it counts the others."""
 
-ENDS = (StoreFullError, TargetError)
-"""Errors that every other unit would meet too: they end the run."""
+SICK = 3
+"""Failures of a worker in a row after which it is started anew: a GPU may be left unusable by what went wrong on it."""
 
 DIED = "its worker died"
 
@@ -69,7 +69,7 @@ def run_plan(
 
     Raises:
         StoreError: units were set aside; all others are in the store.
-        ClusterError, StoreFullError, TargetError: as `Dispatch.run`.
+        ClusterError, StoreFullError: as `Dispatch.run`.
     """
     corpus = Corpus.load(plan.folder(store.place))
     sizes = {unit.id: int(corpus.lengths[unit.documents].sum()) for unit in plan.units}
@@ -150,6 +150,7 @@ class _Unit:
     id: str
     tokens: int
     failures: int = 0
+    failed_on: set[Worker] = field(default_factory=set)
 
 
 @dataclass
@@ -204,10 +205,9 @@ class Dispatch:
         """Do the units.
 
         Raises:
-            ClusterError: a worker that was there at the start cannot do the job; workers die whatever they do; there
-                is none for too long; the scheduler is gone.
+            ClusterError: a worker that was there at the start cannot do the job, or none can; workers die whatever they
+                do; there is none for too long; the scheduler is gone.
             StoreFullError: no room is left; units under way are finished first, unless one of them met with it.
-            TargetError: no unit could be done; those under way are given up.
         """
         topics = self._client.id, "all"  # the scheduler forgets what was said under a client's name, in time
         for topic in topics:
@@ -246,7 +246,9 @@ class Dispatch:
         while self._pending:
             unit = self._pending[0]
             # Alone after a failure: when it kills its worker, no other unit is to blame.
-            takes = {worker: worker.slots if unit.failures else 1 for worker in self._roster.ready()}
+            ready = self._roster.ready()
+            others = [worker for worker in ready if worker not in unit.failed_on]
+            takes = {worker: worker.slots if unit.failures else 1 for worker in others or ready}
             free = [worker for worker, slots in takes.items() if worker.used + slots <= worker.slots]
             if not free:
                 return
@@ -294,13 +296,17 @@ class Dispatch:
             self._count(attempt.unit.tokens - attempt.tokens)
             self._outcome.reports.append(report)
             self._finished(report)
-            self._deaths = 0
+            self._deaths = attempt.worker.failures = 0
         elif future.status == "error":
             error = future.exception()
-            if isinstance(error, ENDS):
-                raise error
-            if not isinstance(error, KilledWorker):
+            if isinstance(error, StoreFullError):
+                raise error  # every other unit would meet with it too
+            if isinstance(error, TargetError):
+                self._put_back(key)
+                self._roster.refuse(attempt.worker, str(error))
+            elif not isinstance(error, KilledWorker):
                 self._fail(key, str(error) or type(error).__name__)
+                self._distrust(attempt.worker)
             elif attempt.begun:  # a scheduler that allows no failure says so before it names the worker
                 self._fail(key, DIED)
             else:
@@ -326,6 +332,17 @@ class Dispatch:
                 "see that machine's memory and its system log"
             )
 
+    def _distrust(self, worker: Worker) -> None:
+        """A unit failed there, though the worker lives."""
+        worker.failures += 1
+        if worker.failures < SICK:
+            return
+        for key in [key for key, attempt in self._tries.items() if attempt.worker is worker]:
+            self._put_back(key)
+        self._roster.remove(worker.address)
+        self._listener.say(f"{worker} failed {SICK} units in a row and is started anew")
+        self._client.restart_workers([worker.address], timeout=60, raise_for_error=False)
+
     def _take(self, key: str) -> _Try:
         """A try is over."""
         attempt = self._tries.pop(key)
@@ -343,6 +360,7 @@ class Dispatch:
         self._count(-attempt.tokens)
         unit = attempt.unit
         unit.failures += 1
+        unit.failed_on.add(attempt.worker)
         if unit.failures < TRIES:
             self._listener.say(f"unit {unit.id} failed ({reason}), trying again")
             self._pending.append(unit)  # last: what ails it may have passed by then

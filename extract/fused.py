@@ -52,6 +52,8 @@ def not_fusable(model: Any) -> str | None:
     """Why a model cannot be fused, or None when it can."""
     decoder = model.get_decoder()
     config = decoder.config
+    if getattr(model.config, "quantization_config", None):
+        return "the target's weights are quantised"
     kinds = {type(layer).__name__ for layer in decoder.layers} - FAMILIES.keys()
     if kinds:
         return f"there are no fused kernels for {', '.join(sorted(kinds))}"
@@ -201,7 +203,7 @@ class FusedTarget:
         """States of a batch of token ids `[b, n]`: for each chosen layer `[b, n, H]`, and final `[b, n, H]`, in the
         target's dtype. No attention mask: with right padding, later positions cannot reach earlier ones."""
         shape = (input_ids.shape[0], input_ids.shape[1])
-        x = self._embed(input_ids.to(self._embed.weight.device)).flatten(0, 1)
+        x = self._embed(input_ids.to(self._embed.weight.device, non_blocking=True)).flatten(0, 1)
         delta: Tensor | None = None
         batch = Batch(shape, *self._turns(x, shape[1]))
         kept: dict[int, Tensor] = {}
@@ -229,8 +231,8 @@ class FusedTarget:
         positions = torch.arange(tokens, device=x.device)[None]
         if type(self._rope).__name__.startswith("Qwen3_5"):  # text positions thrice: time, height and width
             positions = positions.expand(3, 1, -1)
-        cos, sin = self._rope(x[None, :tokens], positions)
-        return cos[0].contiguous(), sin[0].contiguous()
+        cos, sin = self._rope(x[:1], positions)  # of x it takes the dtype; its own GPU may be another
+        return cos[0].to(x.device).contiguous(), sin[0].to(x.device).contiguous()
 
 
 def _on(device: torch.device) -> Any:

@@ -83,7 +83,7 @@ class Outbox:
     """The way out of one device.
 
     Args:
-        device: where states are computed.
+        device: where states are packed; those that were computed on another GPU are brought there.
         encoding: how they are to be kept.
     """
 
@@ -120,12 +120,14 @@ class Outbox:
         padded = states[0].shape[1]
         rows = np.concatenate([np.arange(n) + row * padded for row, n in enumerate(lengths)])
         owners = np.repeat(np.arange(len(lengths)), lengths)
-        index, owner = self._to_device(slot, "rows", rows), self._to_device(slot, "owners", owners)
+        owner = self._to_device(slot, "owners", owners, self._device)
+        devices = {state.device for state in states}
+        indices = {device: self._to_device(slot, "rows", rows, device) for device in devices}
         packed = torch.empty(len(states), len(rows), states[0].shape[2], dtype=torch.bfloat16, device=self._device)
         faults = torch.zeros(2, len(states), len(lengths), dtype=torch.int32, device=self._device)
         for layer, state in enumerate(states):
             kept = packed[layer]
-            kept.copy_(state.flatten(0, 1).index_select(0, index.to(state.device)))
+            kept.copy_(state.flatten(0, 1).index_select(0, indices[state.device]))
             faults[0, layer].index_add_(0, owner, (~kept.isfinite().all(-1)).int())
             faults[1, layer].index_add_(0, owner, kept.any(-1).int())
         faults[1] = (faults[1] == 0).int()
@@ -153,10 +155,10 @@ class Outbox:
             ended.record()
         return began, ended
 
-    def _to_device(self, slot: Slot, name: str, values: np.ndarray) -> Tensor:
+    def _to_device(self, slot: Slot, name: str, values: np.ndarray, device: torch.device) -> Tensor:
         staged = slot.buffer(name, values.shape, torch.int64)
         staged.copy_(torch.from_numpy(values))
-        return staged.to(self._device, non_blocking=True) if self._cuda else staged
+        return staged.to(device, non_blocking=True) if self._cuda else staged
 
 
 def encode_layers(states: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,16 +22,22 @@ from ..store import StoreError, open_store
 from ..store.place import Directory
 from .cluster import RESOURCE, ClusterError
 from .plan import load_plan
-from .target import TargetError, weight_files
+from .target import TargetError, check_fast, inspect, weight_files
 from .unit import Job
 
 PATIENCE = 600.0
 """Seconds to wait for workers where there are none."""
 
+GRACE = 60.0
+"""Seconds to wait for all workers that are there at the start to answer."""
+
 LOST = "the scheduler is gone; what was done is in the store, and the same command goes on with the rest"
 
 SAMES = ("dflash-offline", "torch", "transformers")
 """Packages whose versions must agree: states differ between them in the last bits, or more."""
+
+KERNELS = ("triton", "fla-core")
+"""Others whose versions must agree where there are GPUs."""
 
 OWN = ("host", "device", "GPUs")
 """What workers say that may differ between them."""
@@ -49,6 +55,7 @@ class Worker:
         asked: what it will say of itself; None once that is known.
         refused: it cannot do the job.
         used: slots that are taken.
+        failures: units that failed there since one was finished.
     """
 
     address: str
@@ -58,6 +65,7 @@ class Worker:
     asked: Future | None = None
     refused: bool = False
     used: int = 0
+    failures: int = 0
 
     def __str__(self) -> str:
         return f"worker {self.name} on {self.host}"
@@ -95,13 +103,19 @@ class Roster:
         self._ours = look(job, mark)
         self._workers: dict[str, Worker] = {}
         self._missing: set[str] = set()
-        self._alone_since = time.monotonic()
+        self._alone_since = self._began = time.monotonic()
         self._complete = False
 
     def ready(self) -> list[Worker]:
-        """Workers to give units to: none before all that were there at the start have been accepted."""
-        if not self._complete and any(worker.asked for worker in self._workers.values()):
-            return []
+        """Workers to give units to: none before all that were there at the start have been accepted, or have not
+        answered for too long."""
+        silent = [worker for worker in self._workers.values() if worker.asked]
+        if not self._complete and silent:
+            if time.monotonic() - self._began < GRACE:
+                return []
+            self._say(
+                f"no answer yet from {', '.join(map(str, silent))} (at work for another run?): the others begin without"
+            )
         self._complete = True
         return [worker for worker in self._workers.values() if not (worker.asked or worker.refused)]
 
@@ -143,7 +157,16 @@ class Roster:
         except Exception as error:
             reason = str(error) or type(error).__name__
         worker.asked = None
-        if reason is None:
+        if reason is not None:
+            self.refuse(worker, reason)
+
+    def refuse(self, worker: Worker, reason: str) -> None:
+        """A worker cannot do the job.
+
+        Raises:
+            ClusterError: it was there at the start, or it was the last.
+        """
+        if worker.refused:
             return
         worker.refused = True
         text = f"{worker} cannot be used: {reason}"
@@ -168,7 +191,7 @@ def look(job: Job | None = None, mark: str | None = None) -> dict[str, str]:
         "device": "cuda" if torch.cuda.is_available() else "cpu",
         "GPUs": str(torch.cuda.device_count()),
         "Python": platform.python_version().rpartition(".")[0],
-        **{name: _version(name) for name in SAMES},
+        **{name: _version(name) for name in SAMES + (KERNELS if torch.cuda.is_available() else ())},
     }
     if job is None:
         return said
@@ -179,6 +202,8 @@ def look(job: Job | None = None, mark: str | None = None) -> dict[str, str]:
         store.place.stage("look").rmdir()  # it can be written
     if not Path(job.target).is_dir():
         raise TargetError(f"there is no target {job.target} there: mount or copy it at the same path")
+    if job.device != "cpu" and torch.cuda.is_available():
+        check_fast(inspect(Path(job.target)), job.allow_slow)
     return {**said, "target": _fingerprint(Path(job.target))}
 
 

@@ -205,8 +205,8 @@ def extract(prepared: Prepared, devices: Sequence[str] | Client, listener: Liste
 
     Raises:
         StoreError: another extraction holds the store, or units failed (all others were done first).
-        StoreFullError, TargetError: no unit could be done; those that were under way are given up.
-        ClusterError: the workers cannot be used, or are gone.
+        StoreFullError: no room is left; what is stored stays.
+        ClusterError: the workers cannot be used or cannot load the target, or are gone.
     """
     store, plan, job = prepared.store, prepared.plan, prepared.job
     # A unit that an extraction which was killed left going on another machine may still end. It does no harm: what it
@@ -220,7 +220,8 @@ def extract(prepared: Prepared, devices: Sequence[str] | Client, listener: Liste
             store.write_index()
     for line in summary(reports, store.identity):
         listener.say(line)
-    machine = machine_name("cpu" if job.device == "cpu" else "0")
+    # What workers of other machines reached says nothing of the devices here.
+    machine = None if isinstance(devices, Client) else machine_name(devices[0])
     if machine and (rate := device_rate(reports, job.gpus)):
         remember_rate(store.identity, machine, rate)
     return store

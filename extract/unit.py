@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -90,6 +91,9 @@ def run_unit(job: Job, unit_id: str, progress: Callable[[int], None] = lambda to
         TargetError: the target cannot be loaded.
     """
     with _SETUP:
+        if unit_id not in _plan(job.store, job.plan)[3]:  # the store was made anew since this process read it
+            _plan.cache_clear()
+            _workers.clear()
         store, plan, corpus, units = _plan(job.store, job.plan)
         unit = units[unit_id]
         if store.has(unit.id):
@@ -109,7 +113,6 @@ class UnitWorker:
     def __init__(self, store: Store, plan: Plan, corpus: Corpus, loaded: Loaded) -> None:
         self._store, self._plan, self._corpus = store, plan, corpus
         self._loaded, self._device = loaded, loaded.device
-        # Packed where the last layers are: the first GPU of a target spread over several goes on to the next pass.
         self._outbox = Outbox(loaded.device, store.identity.encoding)
         self._turn = threading.Lock()
         """Held by the unit that computes."""
@@ -120,7 +123,8 @@ class UnitWorker:
         report = UnitReport(int(lengths.sum()), notes=self._loaded.notes, fp8_errors=self._loaded.fp8_errors)
         parcels: list[Parcel] = []
         try:
-            with PartWriter(self._store, unit.id, lengths.tolist()) as writer:
+            # What waits to be written is in the outbox's buffers, so there is no more of it than they hold.
+            with PartWriter(self._store, unit.id, lengths.tolist(), queue_bytes=sys.maxsize) as writer:
                 self._compute(unit, lengths.tolist(), parcels, writer, report, progress)
                 self._commit(writer, unit, report)
                 report.write = writer.seconds
@@ -146,6 +150,9 @@ class UnitWorker:
                 group = todo.pop(0)
                 members = unit.documents[group]
                 passed = self._pass(members)
+                if passed is None and under_way:  # the last pass's states take memory too
+                    self._deliver(under_way.pop(0), writer, report, progress)
+                    passed = self._pass(members)
                 if passed is None:  # the memory does not hold it: once more, in two
                     todo[:0] = self._halves(group, members)
                     report.splits += 1
@@ -176,10 +183,11 @@ class UnitWorker:
 
     def _forward(self, documents: list[np.ndarray]) -> list[Tensor]:
         """States of documents, one a row, padded on the right: of each kept layer, and final where it is kept."""
-        ids = torch.zeros(len(documents), max(map(len, documents)), dtype=torch.int64)
+        pinned = self._device.type == "cuda"  # else copying them would wait for the pass before
+        ids = torch.zeros(len(documents), max(map(len, documents)), dtype=torch.int64, pin_memory=pinned)
         for row, document in enumerate(documents):
             ids[row, : len(document)] = torch.from_numpy(document)
-        hidden, final = self._loaded.capture(ids.to(self._device))
+        hidden, final = self._loaded.capture(ids)
         return [*hidden, final] if self._store.identity.final else hidden
 
     def _halves(self, group: slice, members: list[int]) -> list[slice]:
@@ -251,6 +259,8 @@ class _Clock:
 
     def seconds(self) -> float:
         began, ended = self._marks
+        if self._device.type == "cuda":
+            ended.synchronize()
         return began.elapsed_time(ended) / 1000 if self._device.type == "cuda" else ended - began
 
     def _now(self) -> Any:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import zarr
 
 QUEUE_BYTES = 512 << 20
-"""Bytes that may wait to be written; then `append` waits (one piece larger than that waits alone)."""
+"""Bytes that may wait to be written."""
 WRITERS = 4
 """Threads that write the layers of a part beside each other, and sync its shards."""
 
@@ -172,9 +172,10 @@ class PartWriter:
         store: the store.
         name: the part's id (`format.part_id`).
         lengths: tokens of each document, in order.
+        queue_bytes: bytes that may wait to be written; then `append` waits (one piece larger than that waits alone).
     """
 
-    def __init__(self, store: Parts, name: str, lengths: Sequence[int]) -> None:
+    def __init__(self, store: Parts, name: str, lengths: Sequence[int], queue_bytes: int = QUEUE_BYTES) -> None:
         import zarr
 
         identity = store.identity
@@ -184,7 +185,7 @@ class PartWriter:
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="dflash-write")
         self._queue: queue.Queue[tuple[States, States | None, Callable[[], None]] | None] = queue.Queue()
-        self._waiting = 0
+        self._waiting, self._queue_bytes = 0, queue_bytes
         self.seconds = 0.0
         self._room = threading.Condition()
         try:
@@ -220,8 +221,8 @@ class PartWriter:
         """Append the states of the next tokens, in the store's encoding: `hidden` of all layers, `final` of one.
 
         Args:
-            written: called, in the writer's thread, once the states are no longer needed; until then they must not
-                change. Not called for what is given up.
+            written: called, in the writer's thread, once the states are no longer needed, whatever became of them;
+                until then they must not change.
 
         Raises:
             StoreError: `final` is given where the store keeps none, or the other way round; or an earlier piece could
@@ -231,7 +232,7 @@ class PartWriter:
             raise StoreError(f"part {self._name}: the store's identity and the final states given do not agree")
         size = hidden.nbytes + (0 if final is None else final.nbytes)
         with self._room:
-            self._room.wait_for(lambda: self._waiting == 0 or self._waiting + size <= QUEUE_BYTES or self._error)
+            self._room.wait_for(lambda: self._waiting == 0 or self._waiting + size <= self._queue_bytes or self._error)
             self._waiting += size
         if self._error is not None:
             raise self._error
@@ -298,17 +299,19 @@ class PartWriter:
         return fresh
 
     def _work(self) -> None:
-        while (piece := self._queue.get()) is not None and self._error is None:
+        while (piece := self._queue.get()) is not None:
             hidden, final, written = piece
             began = time.perf_counter()
             try:
-                with clear_errors(self._store.place):
-                    self._rows["hidden"].append(hidden)
-                    if final is not None:
-                        self._rows["final"].append(final)
-                written()
+                if self._error is None:  # after an error what comes is passed over, so that nobody waits for it
+                    with clear_errors(self._store.place):
+                        self._rows["hidden"].append(hidden)
+                        if final is not None:
+                            self._rows["final"].append(final)
             except BaseException as error:
                 self._error = error
+            finally:
+                written()
             self.seconds += time.perf_counter() - began
             with self._room:
                 self._waiting -= hidden.nbytes + (0 if final is None else final.nbytes)

@@ -23,6 +23,9 @@ CONFIGS = Path(__file__).parent / "configs"
 WIDEST_HEAD = 128
 """Heads for which those were measured; wider ones may not fit into an SM's memory with them."""
 
+_pinned = False
+"""Whether the library's variables were set here, and not by a person."""
+
 
 def pin_configurations(widest_head: int) -> str | None:
     """Have flash-linear-attention take its kernels' configurations from `configs/`, for bfloat16.
@@ -33,10 +36,16 @@ def pin_configurations(widest_head: int) -> str | None:
     Args:
         widest_head: numbers in the widest head of keys or values.
     """
+    global _pinned
     major, minor = torch.cuda.get_device_capability()
     folder = CONFIGS / f"sm{major}{minor}"
-    if "FLA_CONFIG_DIR" in os.environ or "FLA_CACHE_MODE" in os.environ:
+    said = "FLA_CONFIG_DIR" in os.environ or "FLA_CACHE_MODE" in os.environ
+    if said and not (_pinned and widest_head > WIDEST_HEAD):
         return None
+    if _pinned:
+        return (
+            f"this process has kernels for narrower heads than {widest_head}: start its worker anew if they do not fit"
+        )
     if not folder.is_dir() or widest_head > WIDEST_HEAD:
         return (
             f"no kernel configurations were measured for heads of {widest_head} on {torch.cuda.get_device_name()}: "
@@ -44,6 +53,7 @@ def pin_configurations(widest_head: int) -> str | None:
             "in the last bits"
         )
     os.environ.update(FLA_CONFIG_DIR=str(folder), FLA_CACHE_MODE="full")
+    _pinned = True
     return None
 
 

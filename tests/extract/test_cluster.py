@@ -28,6 +28,7 @@ from dflash_offline.extract import cluster, dispatch
 from dflash_offline.extract.cluster import ClusterError, connect, local_cluster, serve
 from dflash_offline.extract.dispatch import Dispatch
 from dflash_offline.extract.run import Prepared, extract
+from dflash_offline.extract.target import TargetError
 from dflash_offline.store import HELDOUT, TRAIN, Store, open_store
 from dflash_offline.store.progress import SILENT, Listener
 from dflash_offline.store.verify import verify
@@ -130,6 +131,49 @@ def test_a_unit_that_fails_three_times_is_set_aside_and_no_other(
     monkeypatch.setattr(dispatch, "DEATHS", 2)  # and when all die, whatever they do
     with pytest.raises(ClusterError, match="2 workers died in a row without finishing a unit"):
         Dispatch(pair, job, {"killer": 1, "murderer": 1}, SILENT, work=work).run()
+
+
+def test_a_sick_worker_takes_no_units_down_with_it(
+    pair: Client, dense: Path, tmp_path: Path, make_store: MakeStore
+) -> None:
+    """A process that lives on and fails at once, as after an error of its GPU, would be the first to be free always."""
+
+    def work(job: Any, unit: str, progress: Callable[[int], None]) -> str:
+        if getattr(os, "sick", False):
+            raise RuntimeError("an illegal memory access was encountered")
+        time.sleep(0.05)
+        return unit
+
+    job = make_store(dense, [write_data(tmp_path / "data.jsonl", 4)], tmp_path / "s").job
+    pair.run(setattr, os, "sick", True, workers=list(pair.scheduler_info()["workers"])[:1])
+    names = [f"u{number}" for number in range(30)]
+    said: list[str] = []
+    listener = Listener(said.append, lambda total, done: None, lambda tokens, _: None)
+    outcome = Dispatch(pair, job, dict.fromkeys(names, 10), listener, work=work).run()
+    assert sorted(outcome.reports) == sorted(names)
+    assert outcome.set_aside == {}
+    assert sum("failed 3 units in a row and is started anew" in line for line in said) == 1
+
+
+def test_a_target_that_one_worker_cannot_load_is_left_to_the_others(
+    pair: Client, dense: Path, tmp_path: Path, make_store: MakeStore
+) -> None:
+    def work(job: Any, unit: str, progress: Callable[[int], None]) -> str:
+        if getattr(os, "short", False) or unit == "nobody's":
+            raise TargetError("no memory is left on its GPU")
+        time.sleep(0.05)
+        return unit
+
+    job = make_store(dense, [write_data(tmp_path / "data.jsonl", 4)], tmp_path / "s").job
+    pair.run(setattr, os, "short", True, workers=list(pair.scheduler_info()["workers"])[:1])
+    said: list[str] = []
+    listener = Listener(said.append, lambda total, done: None, lambda tokens, _: None)
+    names = [f"u{number}" for number in range(6)]
+    assert sorted(Dispatch(pair, job, dict.fromkeys(names, 10), listener, work=work).run().reports) == names
+    assert sum("cannot be used: no memory is left on its GPU; the others go on" in line for line in said) == 1
+    with pytest.raises(ClusterError, match=r"worker .* cannot be used: no memory is left"):
+        Dispatch(pair, job, {"nobody's": 10}, SILENT, work=work).run()
+    pair.run(setattr, os, "short", False)
 
 
 def test_a_worker_that_sees_another_store_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,18 @@ def test_a_realistic_mix_of_lengths_wastes_little() -> None:
         computed += sum(int(sizes[g].max()) * (g.stop - g.start) for g in batches(sizes.tolist(), 16384))
     assert lengths.sum() > 0.97 * computed
     assert next(unit.documents[0] for unit in plan.units if unit.split == TRAIN) == 40 + lengths[40:].argmax()
+
+
+def test_a_worker_that_outlives_a_store_reads_the_new_plan(hybrid: Path, tmp_path: Path, make_store: MakeStore) -> None:
+    data = [write_data(tmp_path / "data.jsonl", 20)]
+    fill(make_store(hybrid, data, tmp_path / "s", limit=8))
+    later = make_store(hybrid, data, tmp_path / "s")  # the documents that are left
+    run_unit(later.job, later.plan.units[0].id)
+    shutil.rmtree(tmp_path / "s")
+    anew = make_store(hybrid, data, tmp_path / "s")
+    assert anew.plan.key == later.plan.key
+    assert anew.plan.units != later.plan.units
+    assert len(all_ids(fill(anew))) == 20
 
 
 def test_a_batch_too_large_for_the_memory_is_split(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import fill
+from safetensors.torch import load_file, save_file
 from stores import read_all
 from tiny import make_target, write_data
 from transformers import AutoModelForCausalLM
 
 from dflash_offline.extract import target as targets
 from dflash_offline.extract.capture import StateCapture, Wanted, load_model
+from dflash_offline.extract.fused import not_fusable
 from dflash_offline.extract.run import Prepared
 from dflash_offline.extract.target import (
     TargetError,
@@ -101,6 +104,30 @@ def test_the_vocabulary_projection_is_never_computed(hybrid: Path, tmp_path: Pat
     hidden, final = StateCapture(model, [1, 2], None)(torch.ones(2, 5, dtype=torch.int64))
     assert [state.shape for state in hidden] == [(2, 5, 32)] * 2
     assert final.shape == (2, 5, 32)
+
+
+def test_weights_that_are_not_all_there_are_refused(dense: Path, tmp_path: Path) -> None:
+    """transformers would run with random numbers in their place."""
+    target = tmp_path / "target"
+    shutil.copytree(dense, target)
+    weights = load_file(target / "model.safetensors")
+    lost = "model.layers.2.mlp.up_proj.weight"
+    save_file({k: v for k, v in weights.items() if k != lost}, target / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TargetError, match=rf"1 of its weights are missing in its files \({lost}\)"):
+        load_model(target, "float32", "cpu")
+    save_file({**weights, lost: weights[lost][:, 1:].contiguous()}, target / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TargetError, match=rf"1 of its weights are of another shape in its files \({lost}\)"):
+        load_model(target, "float32", "cpu")
+
+
+def test_what_cannot_be_fused_is_said(dense: Path) -> None:
+    model = load_model(dense, "float32", "cpu")
+    assert not_fusable(model) is None
+    model.config.quantization_config = {"quant_method": "fp8"}
+    assert "quantised" in (not_fusable(model) or "")
+    del model.config.quantization_config
+    model.get_decoder().layers[3] = torch.nn.Linear(2, 2)
+    assert not_fusable(model) == "there are no fused kernels for Linear"
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "dense", "nested"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -19,11 +21,14 @@ from dflash_offline.store import (
     HELDOUT,
     TRAIN,
     PartWriter,
+    States,
     StoreError,
+    StoreFullError,
     create_store,
     lock_store,
     open_store,
 )
+from dflash_offline.store.row_writer import RowsWriter
 from dflash_offline.store.verify import verify
 
 
@@ -236,3 +241,23 @@ def test_killed_at_random_instants_the_store_ends_byte_identical(tmp_path: Path)
             assert verify(tmp_path / "hit").problems == []
             shutil.rmtree(tmp_path / "hit")  # else later kills find little left to write
     assert killed, "no kill came in time to interrupt the writer"
+
+
+def test_states_are_given_back_whatever_became_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a buffer to come back must not wait for ever when the disk fails."""
+    store = new_store(tmp_path / "s")
+
+    def full(self: RowsWriter, states: States) -> None:
+        time.sleep(0.3)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RowsWriter, "append", full)
+    hidden, final = States(bits_of(0, 2, 327)), States(bits_of(1, 1, 327))
+    back = [threading.Event(), threading.Event()]
+    with PartWriter(store, "t-0", [327] * 3) as writer:
+        for event in back:  # the second waits in the queue when the first fails
+            writer.append(hidden, final, event.set)
+        assert all(event.wait(20) for event in back)
+        with pytest.raises(StoreFullError):
+            writer.append(hidden, final)
+    assert open_store(tmp_path / "s").parts == []
