@@ -201,13 +201,24 @@ def _unreachable(address: str, error: Exception) -> ClusterError:
     )
 
 
+def shared_out(devices: Sequence[str], per_worker: int) -> list[list[str]]:
+    """The devices of each worker.
+
+    Raises:
+        ClusterError: they cannot be shared out so.
+    """
+    if per_worker > 1 and "cpu" in devices:
+        raise ClusterError("a target on the CPU cannot be spread: leave out --gpus-per-target (target.gpus)")
+    if len(devices) % per_worker:
+        raise ClusterError(
+            f"{len(devices)} GPUs cannot be shared out {per_worker} to a target: name a multiple of {per_worker}"
+        )
+    return [list(devices[start : start + per_worker]) for start in range(0, len(devices), per_worker)]
+
+
 def _workers(devices: Sequence[str], per_worker: int) -> list[tuple[list[str], dict[str, Any]]]:
     """The devices of each worker, and the options of its nanny."""
-    if per_worker < 1 or len(devices) % per_worker:
-        raise ClusterError(
-            f"{len(devices)} devices cannot be shared out {per_worker} to a target: name a multiple of {per_worker}"
-        )
-    groups = [list(devices[start : start + per_worker]) for start in range(0, len(devices), per_worker)]
+    groups = shared_out(devices, per_worker)
     common: dict[str, Any] = {
         "worker_class": QuietWorker,
         "nthreads": SLOTS,

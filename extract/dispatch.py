@@ -77,6 +77,9 @@ def run_plan(
     done = {part.id for part in store.parts}
     pending = {name: tokens for name, tokens in sizes.items() if name not in done}
     held = sum(unit.split == HELDOUT for unit in plan.units)
+    if not plan.units:
+        listener.say("all these documents are in the store already")
+        return []
     listener.say(
         f"{len(plan.units)} units ({held} of them held out), {len(plan.units) - len(pending)} done before, "
         f"{len(pending)} to do"

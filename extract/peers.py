@@ -234,7 +234,10 @@ def common_device(client: Client, address: str, say: Callable[[str], None], pati
     deadline = None
     while not (workers := workers_of(client)):
         if deadline is None:
-            say(f"waiting for workers: run `dflash worker --scheduler {address}` on a machine with GPUs")
+            say(
+                f"waiting for workers, {patience / 60:.0f} minutes at most: run `dflash worker --scheduler {address}` "
+                "on a machine with GPUs"
+            )
             deadline = time.monotonic() + patience
         if time.monotonic() > deadline:
             raise ClusterError(f"no worker came to {address} in {patience:.0f} seconds")

@@ -118,6 +118,8 @@ def tokenise(
         return found
     encoder = Encoder(renderer, settings, info.vocab_size)
     rows = count_rows(files)
+    if not rows:
+        raise DataError(f"there are no rows in {', '.join(map(str, files))}")
     if rows < SMALL:
         return assemble(map(encoder, read_chunks(files)), settings)
     if processes is None:

@@ -57,7 +57,8 @@ def doctor(
     from .doctor.run import examine, failed
     from .doctor.show import as_json, show_checks
 
-    with nullcontext() if json_ else console.status("looking; the disk takes ten seconds at most"):
+    looking = "looking" + "; the disk takes ten seconds at most" * disk
+    with nullcontext() if json_ else console.status(looking):
         checks = examine(Path.cwd(), store, disk)
     print_json(as_json(checks)) if json_ else show_checks(checks)
     if failed(checks):
@@ -87,8 +88,10 @@ def plan(
 def extract(
     gpus: Annotated[str | None, typer.Option(help="devices: 0-4, or 0,2,5-7, or all (the default), or cpu")] = None,
     scheduler: Annotated[str | None, typer.Option(help="use the workers of a Dask scheduler: tcp://host:8786")] = None,
-    target_dtype: Annotated[str | None, typer.Option(help="bfloat16, float32, fp8 or auto: the setting")] = None,
-    gpus_per_target: Annotated[int | None, typer.Option(min=1, help="spread a target over GPUs: the setting")] = None,
+    target_dtype: Annotated[str | None, typer.Option(help="sets target.dtype: auto, bfloat16, float32 or fp8")] = None,
+    gpus_per_target: Annotated[
+        int | None, typer.Option(min=1, help="sets target.gpus: spread a target over so many")
+    ] = None,
     allow_slow: Annotated[bool, typer.Option("--allow-slow", help="go on without flash-linear-attention")] = False,
     set_: Set = None,
 ) -> None:
@@ -111,12 +114,13 @@ def extract(
             f"`dflash worker --scheduler {scheduler} --gpus {gpus}`, then extract without --gpus"
         )
     # Asked to end, it ends as on Ctrl-C: workers closed, the index written.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop_once)
     with reporting("extract", "tokens") as listener:
         if scheduler:
             store = run_extract_on(Path.cwd(), settings, scheduler, listener)
         else:
-            store = run_extract(Path.cwd(), settings, choose_devices(gpus or "all"), listener)
+            store = run_extract(Path.cwd(), settings, choose_devices("all" if gpus is None else gpus), listener)
     documents = sum(part.documents for part in store.parts)
     console.print(f"{store.place}: {documents:,} documents, {store.tokens:,} tokens in {len(store.parts)} parts")
 
@@ -192,6 +196,14 @@ def demo(
     from .devices import choose_devices
 
     run(out, choose_devices(gpus))
+
+
+def stop_once(number: int, frame: object) -> None:
+    """Handles Ctrl-C: says so, and asks for patience, since ending workers in good order takes some seconds."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    print("dflash: stopping, a few seconds", file=sys.stderr, flush=True)
+    raise KeyboardInterrupt
 
 
 def main() -> None:

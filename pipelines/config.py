@@ -66,15 +66,18 @@ def make_settings(values: dict[str, Any], overrides: Sequence[str], origin: str)
     """Validate a dictionary of sections with overrides. Raises ConfigError; `origin` names the values in messages."""
     check_keys(values, origin)
     merged = {section: dict(value) for section, value in values.items()}
+    said = {}
     for section, key, value in parse_overrides(overrides):
         merged.setdefault(section, {})[key] = value
+        said[f"{section}.{key}"] = value
     try:
         return Settings.model_validate(merged)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         found = "" if first["type"] == "missing" else f", not {first['input']!r}"
-        raise ConfigError(f"{origin}: {where}: {first['msg']}{found}") from None
+        origin = f"--set {where}={said[where]}" if where in said else f"{origin}: {where}"
+        raise ConfigError(f"{origin}: {first['msg']}{found}") from None
 
 
 def parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, str, Any]]:

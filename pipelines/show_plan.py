@@ -61,6 +61,6 @@ def _time(found: dict[str, Any]) -> str:
     length = (
         f"{hours:,.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes" if hours >= 1 / 60 else "under a minute"
     )
-    source = "as given" if found["rate_from"] == "given" else "measured at the last extraction"
+    source = "as given" if found["rate_from"] == "given" else "measured here at the last extraction from this target"
     devices = "1 device" if found["gpus"] == 1 else f"{found['gpus']} devices"
     return f"{length} on {devices} at {found['rate']:,.0f} tokens a second each ({source})"

@@ -82,9 +82,10 @@ def show_verification(where: str, report: Report) -> None:
     console.print(
         f"{where}: {len(report.problems)} problems in {report.parts} parts ({rate})", style="bold", markup=False
     )
-    if report.damaged:
-        names = " ".join(f"--delete-part {name}" for name in report.damaged[:3])
-        more = " ..." if len(report.damaged) > 3 else ""
+    there = [name for name in report.damaged if name not in report.lost]  # what is gone, `dflash extract` makes again
+    if there:
+        names = " ".join(f"--delete-part {name}" for name in there[:3])
+        more = " ..." if len(there) > 3 else ""
         console.print(
             f"to make damaged parts again: dflash store prune {where} {names}{more} --yes, then dflash extract",
             markup=False,
@@ -93,6 +94,6 @@ def show_verification(where: str, report: Report) -> None:
 
 def describe_pruning(store: Store, identity: Identity) -> str:
     """What pruning to an identity does, in one line."""
-    changes = "; ".join(store.identity.differences(identity)) or "nothing changes"
+    changes = "; ".join(store.identity.differences(identity, "now", "then")) or "nothing changes"
     after = stored_bytes(identity, store.tokens)
     return f"{store.place}: {size(store.bytes_stored())} become {size(after)} ({changes})"

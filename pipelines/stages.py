@@ -38,8 +38,10 @@ def survey_extraction(folder: Path, settings: Settings, device: str, listener: L
 
 def run_extract(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Store:
     """Stage one, on devices of this machine."""
+    from ..extract.cluster import shared_out
     from ..extract.run import extract, prepare
 
+    shared_out(devices, settings.target.gpus)  # refused before anything is read
     seen = survey_extraction(folder, settings, devices[0], listener)
     warn_of_room(seen, listener)
     return extract(prepare(seen), devices, listener)

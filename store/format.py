@@ -77,13 +77,13 @@ class Identity(BaseModel):
     num_layers: int
     vocab_size: int
 
-    def differences(self, other: Identity) -> list[str]:
-        """The fields in which `other` differs, each as `field: ours, theirs`; empty when they are the same."""
+    def differences(self, other: Identity, here: str = "here", there: str = "there") -> list[str]:
+        """The fields in which `other` differs, each as `field: ours HERE, theirs THERE`; empty when there is none."""
         found = []
         for field in type(self).model_fields:
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
-                found.append(f"{field}: {_short(ours)} here, {_short(theirs)} there")
+                found.append(f"{field}: {_short(ours)} {here}, {_short(theirs)} {there}")
         return found
 
 

@@ -43,6 +43,7 @@ class Report:
     Attributes:
         problems: one sentence a damage, each naming what is damaged.
         damaged: ids of the parts concerned.
+        lost: those of them that are not there at all.
         parts: parts looked at.
         bytes: bytes read and compared.
         seconds: how long it took.
@@ -50,6 +51,7 @@ class Report:
 
     problems: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
     parts: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -85,6 +87,7 @@ def verify(location: str | Path | Place, listener: Listener = SILENT, threads: i
     for name in sorted(listed.keys() - set(names)):
         report.problems.append(f"part {name} is in the manifest and no longer in {place}/{folder}")
         report.damaged.append(name)
+        report.lost.append(name)
     listener.start(sum(sizes.get(name, 0) for name in names) // MEGABYTE, 0)
     with ThreadPoolExecutor(threads or place.threads, thread_name_prefix="dflash-verify") as pool:
         jobs = {pool.submit(check_part, place, f"{folder}/{name}", identity, listed.get(name)): name for name in names}

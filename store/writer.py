@@ -6,6 +6,7 @@ store, by a conditional put of its record). Parts never change afterwards. Knows
 
 from __future__ import annotations
 
+import os
 import queue
 import shutil
 import tempfile
@@ -64,9 +65,9 @@ def existing_store(location: str | Path | Place, identity: Identity) -> Store | 
     elif not place.exists(RECORD):
         return None
     store = open_store(place)
-    if differences := store.identity.differences(identity):
+    if differences := store.identity.differences(identity, "in the store", "now"):
         raise StoreError(
-            f"the store {place} was made with other settings ({'; '.join(differences)}; here = the store): "
+            f"the store {place} was made with other settings ({'; '.join(differences)}): "
             "give this extraction another [store] path, or the settings the store was made with"
         )
     return store
@@ -182,6 +183,9 @@ class PartWriter:
         self._store, self._name, self._lengths = store, name, list(lengths)
         self._key = f"{store.parts_folder}/{name}"
         self._folder = store.place.stage(name)
+        # Holds the folder itself, whatever is under its name later: a command that takes the store over clears it away,
+        # and libraries make folders anew where they find none.
+        self._held = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         self._error: BaseException | None = None
         self._pool = ThreadPoolExecutor(WRITERS, thread_name_prefix="dflash-write")
         self._queue: queue.Queue[tuple[States, States | None, Callable[[], None]] | None] = queue.Queue()
@@ -198,6 +202,7 @@ class PartWriter:
                 if identity.final:
                     self._rows["final"] = RowsWriter(self._group, self._folder, "final", tokens, None, *shape)
         except BaseException:
+            os.close(self._held)
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self._thread = threading.Thread(target=self._work, name="dflash-write", daemon=True)
@@ -212,6 +217,7 @@ class PartWriter:
         self._pool.shutdown()
         for rows in self._rows.values():
             rows.abandon()
+        os.close(self._held)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     seconds: float
@@ -294,6 +300,9 @@ class PartWriter:
             _small_array(self._group, "doc_tags", codes, attributes={"tags": tags})
             said, files = record.model_dump(mode="json"), sum_files(self._folder, lambda name: name == RECORD)
             self._group.attrs.update({ROOT_KEY: said, FILES_KEY: files, SEAL_KEY: seal(said, files)})
+        with clear_errors(self._store.place):
+            if not os.path.samestat(os.fstat(self._held), os.stat(self._folder)):
+                raise StoreError(f"part {self._name} was cleared away by a command that took over {self._store.place}")
         fresh = self._store.place.commit(self._folder, self._key, RECORD)
         self.seconds += time.perf_counter() - began
         return fresh

@@ -254,10 +254,13 @@ def test_ctrl_c_ends_an_extraction_and_its_workers(dense: Path, tmp_path: Path) 
     until(lambda: parts_in(tmp_path / "states") > 2)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all
+    time.sleep(0.7)
+    os.killpg(process.pid, signal.SIGINT)  # and people are impatient
     assert process.wait() == 130
     assert psutil.wait_procs(children, timeout=30)[1] == []
     assert said(tmp_path, "extract")[-1] == "dflash: stopped; run the same command again to go on"
     assert not any("Traceback" in line for line in said(tmp_path, "extract"))
+    assert verify(tmp_path / "states").problems == []
 
 
 ORPHANS = """
@@ -379,5 +382,5 @@ def test_gpus_are_shared_out_in_their_order(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     found = [options["env"]["CUDA_VISIBLE_DEVICES"] for _, options in cluster._workers(["0", "1", "2", "3"], 2)]
     assert found == ["4,5", "6,7"]
-    with pytest.raises(ClusterError, match="3 devices cannot be shared out 2 to a target"):
+    with pytest.raises(ClusterError, match="3 GPUs cannot be shared out 2 to a target"):
         cluster._workers(["0", "1", "2"], 2)

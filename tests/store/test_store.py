@@ -15,7 +15,18 @@ import dask.array
 import numpy as np
 import pytest
 import zarr
-from stores import IDENTITY, bits_of, files_of, new_store, read_all, run_killed, write_part, write_parts
+from stores import (
+    IDENTITY,
+    LENGTHS,
+    bits_of,
+    commit,
+    files_of,
+    new_store,
+    read_all,
+    run_killed,
+    write_part,
+    write_parts,
+)
 
 from dflash_offline.store import (
     HELDOUT,
@@ -261,3 +272,16 @@ def test_states_are_given_back_whatever_became_of_them(tmp_path: Path, monkeypat
         with pytest.raises(StoreFullError):
             writer.append(hidden, final)
     assert open_store(tmp_path / "s").parts == []
+
+
+def test_a_part_whose_folder_was_cleared_away_is_never_committed(tmp_path: Path) -> None:
+    """As when a run is stopped while a worker lives on: zarr makes anew the folders that it does not find."""
+    store = new_store(tmp_path / "s")
+    with PartWriter(store, "t-0", LENGTHS) as writer:
+        writer.append(States(bits_of(0, 2)), States(bits_of(1, 1)))
+        with lock_store(tmp_path / "s"):
+            pass
+        with pytest.raises(StoreError, match="t-0 was cleared away by a command that took over"):
+            commit(writer, "t-0", 0, LENGTHS)
+    assert open_store(tmp_path / "s").parts == []
+    assert list((tmp_path / "s/parts").iterdir()) == [tmp_path / "s/parts/zarr.json"]
