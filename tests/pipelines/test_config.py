@@ -64,8 +64,8 @@ def test_overrides(folder: Path) -> None:
         ("trian.lr=1", r"unknown section \[trian\]; did you mean train\?"),
         ("lr=1", r"section\.key=value"),
         ("train.lr", r"section\.key=value"),
-        ("train.lr=-1", r"train\.lr: .*greater than 0, not -1"),
-        ("train.lr=fast", r"train\.lr: .*valid number.*not 'fast'"),
+        ("train.lr=-1", r"train\.lr=-1: .*greater than 0, not -1"),
+        ("train.lr=fast", r"train\.lr=fast: .*valid number.*not 'fast'"),
         ("drafter.num_key_value_heads=3", "multiple of num_key_value_heads"),
     ],
 )

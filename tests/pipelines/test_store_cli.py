@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from commands import dflash
 from stores import filled_store, write_part
 
 from dflash_offline.store import Store, open_store
@@ -21,6 +22,12 @@ try:
 finally:
     print("loaded", *sorted({"torch", "zarr", "transformers", "distributed"} & set(sys.modules)), file=sys.stderr)
 """
+
+
+def dflash(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `dflash` in a process of its own, which says what it loaded."""
+    command = [sys.executable, "-c", LIGHT, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.fixture

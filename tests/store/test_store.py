@@ -278,7 +278,9 @@ def test_a_part_whose_folder_was_cleared_away_is_never_committed(tmp_path: Path)
     """As when a run is stopped while a worker lives on: zarr makes anew the folders that it does not find."""
     store = new_store(tmp_path / "s")
     with PartWriter(store, "t-0", LENGTHS) as writer:
-        writer.append(States(bits_of(0, 2)), States(bits_of(1, 1)))
+        written = threading.Event()
+        writer.append(States(bits_of(0, 2)), States(bits_of(1, 1)), written.set)
+        assert written.wait(20)
         with lock_store(tmp_path / "s"):
             pass
         with pytest.raises(StoreError, match="t-0 was cleared away by a command that took over"):
