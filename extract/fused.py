@@ -164,11 +164,12 @@ class Layer:
 
     def __init__(self, module: Any, fp8: bool) -> None:
         family = FAMILIES[type(module).__name__]
-        linear = hasattr(module, "linear_attn")
         self.device = module.input_layernorm.weight.device
-        self.mixer = LinearAttention(module.linear_attn, fp8) if linear else FullAttention(
-            module.self_attn, family, fp8
-        )  # fmt: skip
+        self.mixer = (
+            LinearAttention(module.linear_attn, fp8)
+            if hasattr(module, "linear_attn")
+            else FullAttention(module.self_attn, family, fp8)
+        )
         dense = hasattr(module.mlp, "gate_proj")
         self.mlp = Mlp(module.mlp, fp8) if dense else Experts(module.mlp)
         first, second = module.input_layernorm, module.post_attention_layernorm

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from ..store.progress import Listener
@@ -23,13 +23,22 @@ PLAIN_SECONDS = 10.0
 console = Console(highlight=False, soft_wrap=True)
 
 
+class _CountColumn(TextColumn):
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def render(self, task: Task) -> Text:
+        total = "?" if task.total is None else f"{task.total:,.0f}"
+        return Text(f"{task.completed:,.0f} of {total}", style="progress.download")
+
+
 class _RateColumn(TextColumn):
     def __init__(self) -> None:
         super().__init__("")
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.1f} {task.fields['unit']}/s" if speed else "", style="progress.data.speed")
+        return Text(f"{_number(speed)} {task.fields['unit']}/s" if speed else "", style="progress.data.speed")
 
 
 @contextmanager
@@ -41,7 +50,7 @@ def reporting(title: str, unit: str, quiet: bool = False) -> Iterator[Listener]:
         columns = [
             TextColumn("{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            _CountColumn(),
             _RateColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
@@ -74,27 +83,36 @@ def _plain(title: str, unit: str) -> Listener:
     total = done = before = 0
     note = ""
     began = last = time.monotonic()
+    starting = True
 
     def start(amount: int, already: int) -> None:
-        nonlocal total, done, before, began, last
+        nonlocal total, done, before, began, last, starting
         total, done, before = amount, already, already
         began = last = time.monotonic()
+        starting = True
 
     def advance(amount: int, said: str) -> None:
-        nonlocal done, last, note
+        nonlocal done, last, note, before, began, starting
         done, note = done + amount, said or note
         now = time.monotonic()
+        if starting and done < total:  # the rate is that of the work, not of what came before its first piece
+            began, before, starting = now, done, False
+            return
         if now - last < PLAIN_SECONDS and done < total:
             return
         last = now
         rate = (done - before) / max(now - began, 1e-9)
         left = (total - done) / rate if rate else 0.0
         print(
-            f"{title}: {done:,} of {total:,} {unit}, {rate:,.1f} {unit}/s, {left:.0f} s left {note}".rstrip(),
+            f"{title}: {done:,} of {total:,} {unit}, {_number(rate)} {unit}/s, {left:.0f} s left {note}".rstrip(),
             flush=True,
         )
 
     return Listener(lambda line: print(line, flush=True), start, advance, _plain)
+
+
+def _number(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:,.1f}"
 
 
 def fail(message: str) -> None:
