@@ -5,6 +5,7 @@ Knows no stage.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ from ..store.progress import Listener
 PLAIN_SECONDS = 10.0
 """Seconds between progress lines where there is no terminal."""
 
-console = Console(highlight=False, soft_wrap=True)
+# Into a file or a pipe nothing need be cut to fit a screen.
+_WIDE = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
+
+console = Console(highlight=False, soft_wrap=True, width=_WIDE)
 
 
 class _CountColumn(TextColumn):
