@@ -21,6 +21,7 @@ from ..store.place import Directory
 from ..store.sums import LIST, check_files, sum_files
 from .corpus import Corpus, DataSettings, Notes
 from .render import Renderer
+from .user_cache import cache_folder
 
 FORMAT = 1
 """To be raised whenever the same data would make another corpus, or an entry is written in another way."""
@@ -32,9 +33,9 @@ NOTES = "notes.json"
 FILES = {"corpus.safetensors", "corpus.json", NOTES}
 
 
-def cache_folder() -> Path:
+def corpora_folder() -> Path:
     """Where corpora are kept. Raises RuntimeError: there is no home directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dflash" / "corpora"
+    return cache_folder() / "corpora"
 
 
 def corpus_key(digests: dict[str, str], renderer: Renderer, settings: DataSettings, vocab_size: int) -> str:
@@ -48,7 +49,7 @@ def corpus_key(digests: dict[str, str], renderer: Renderer, settings: DataSettin
 def kept_corpus(key: str) -> tuple[Corpus, Notes] | None:
     """The corpus of a key and what was noted when it was made; None when there is none, or none that is whole."""
     try:
-        folder = cache_folder() / key
+        folder = corpora_folder() / key
         listed = json.loads((folder / LIST).read_text())
         if listed.keys() != FILES or check_files(Directory(folder.parent), key, listed):
             return None
@@ -67,7 +68,7 @@ def keep_corpus(key: str, corpus: Corpus, notes: Notes) -> None:
     Raises:
         OSError, RuntimeError: the cache folder cannot be written, or there is no home directory.
     """
-    root = cache_folder()
+    root = corpora_folder()
     root.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(prefix="unfinished.", dir=root))
     try:

@@ -101,15 +101,15 @@ def estimate(seen: Survey) -> Estimate:
     """
     corpus, identity, store = seen.corpus, seen.identity, existing_store(seen.place, seen.identity)
     nothing = np.zeros(len(corpus), bool)
-    done = stored_documents(store, seen.digests, corpus) if store else nothing
-    plan = seen.plan or _plan(seen, done)
+    # A plan that is there already knows what was stored before it; finding out means reading every part.
+    plan = seen.plan or _plan(seen, stored_documents(store, seen.digests, corpus) if store else nothing)
     stored = {part.id for part in store.parts} if store else set()
     left = [unit for unit in plan.units if unit.id not in stored]
     lengths = corpus.lengths
     passes, padded = _computed(left, lengths, plan.batch_tokens)
     begin = 0 if seen.plan or not left else corpus.tokens.nbytes + corpus.loss_mask.nbytes
     begin += 0 if store else _head_bytes(seen.info)
-    whole = _rows((_plan(seen, nothing) if done.any() else plan).units, lengths)
+    whole = _rows((_plan(seen, nothing) if store else plan).units, lengths)
     largest = max((_rows([unit], lengths) for unit in left), default=0)
     return Estimate(
         store=str(seen.place),

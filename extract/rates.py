@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from pathlib import Path
 
 from ..store import Identity
 from ..store.files import write_atomic
+from .user_cache import cache_folder
 
 
 def machine_name(device: str) -> str | None:
@@ -48,7 +48,7 @@ def _rates() -> dict[str, object]:
 
 
 def _rates_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash" / "rates.json"
+    return cache_folder() / "rates.json"
 
 
 def _rate_key(identity: Identity, machine: str) -> str:

@@ -15,10 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LARGEST = 448.0
-"""The largest e4m3 number."""
-SMALLEST_SCALE = 1e-12
-"""Keeps a row of zeros from dividing by zero."""
+from ...store.fp8 import encode
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,9 @@ def empty_rows(count: int, width: int, like: Tensor, fp8: bool) -> Rows:
 
 
 def quantise(x: Tensor) -> Rows:
-    """Rows `[n, width]` in fp8; the reference of what the kernels do on their way out."""
-    exact = x.float()
-    scales = (exact.abs().amax(-1) / LARGEST).clamp_min(SMALLEST_SCALE)
-    return Rows((exact / scales[:, None]).to(torch.float8_e4m3fn), scales)
+    """Rows `[n, width]` in fp8, as a store encodes states; the reference of what the kernels do on their way out."""
+    codes, scales = encode(x)
+    return Rows(codes.view(torch.float8_e4m3fn), scales)
 
 
 class Product:

@@ -23,7 +23,7 @@ import pytest
 from tiny import BUNDLED, conversation, write_data
 
 from dflash_offline.extract import corpora, tokenise
-from dflash_offline.extract.corpora import cache_folder
+from dflash_offline.extract.corpora import corpora_folder
 from dflash_offline.extract.corpus import Corpus, DataSettings, Notes
 from dflash_offline.extract.data import Chunk, DataError, file_hash, read_chunks, read_rows
 from dflash_offline.extract.render import Renderer
@@ -89,7 +89,7 @@ def test_every_document_once_and_the_same_in_any_number_of_processes(
     assert notes.first_duplicate == "two.jsonl, line 21 repeats one.jsonl, line 8"
     assert 0 < notes.cut < 300
 
-    shutil.rmtree(cache_folder())
+    shutil.rmtree(corpora_folder())
     others, other_notes = run(first, second, max_length=64, processes=2)
     assert same(corpus, others)
     assert notes == other_notes
@@ -107,7 +107,7 @@ def test_the_first_bad_row_is_named_whoever_meets_it(processes: int, run: Tokeni
         run(write(tmp_path / "data.jsonl", rows), damaged, processes=processes)
     with pytest.raises(DataError, match=r"cannot read the data file .*damaged"):
         run(write(tmp_path / "data.jsonl", rows[:150]), damaged, processes=processes)
-    assert not cache_folder().exists()
+    assert not corpora_folder().exists()
 
 
 def test_progress_is_counted_in_rows(run: Tokenise, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def flip(path: Path) -> None:
 def test_a_damaged_copy_is_made_anew(damage: Callable[[Path], Any], name: str, run: Tokenise, tmp_path: Path) -> None:
     data = write_data(tmp_path / "data.jsonl", 6)
     first, notes = run(data)
-    (entry,) = cache_folder().iterdir()
+    (entry,) = corpora_folder().iterdir()
     whole = {path.name: path.read_bytes() for path in entry.iterdir()}
     damage(entry / name)
     said: list[str] = []
@@ -177,22 +177,22 @@ def test_a_damaged_copy_is_made_anew(damage: Callable[[Path], Any], name: str, r
     assert same(first, again[0])
     assert again[1] == notes
     assert {path.name: path.read_bytes() for path in entry.iterdir()} == whole
-    assert list(cache_folder().iterdir()) == [entry]
+    assert list(corpora_folder().iterdir()) == [entry]
 
 
 def test_those_used_longest_ago_go(run: Tokenise, tmp_path: Path) -> None:
     files = [write_data(tmp_path / f"{n}.jsonl", 4, first=n * 10) for n in range(corpora.KEPT)]
-    (cache_folder() / "unfinished.x").mkdir(parents=True)  # what a killed run left
-    os.utime(cache_folder() / "unfinished.x", (1, 1))
+    (corpora_folder() / "unfinished.x").mkdir(parents=True)  # what a killed run left
+    os.utime(corpora_folder() / "unfinished.x", (1, 1))
     for age, path in enumerate(files):
         run(path)
-        newest = max(cache_folder().iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        newest = max(corpora_folder().iterdir(), key=lambda path: path.stat().st_mtime_ns)
         os.utime(newest, (100 + age, 100 + age))
-    kept = sorted(cache_folder().iterdir(), key=lambda path: path.stat().st_mtime)
+    kept = sorted(corpora_folder().iterdir(), key=lambda path: path.stat().st_mtime)
     assert len(kept) == corpora.KEPT
     run(files[0])  # used again
     run(write_data(tmp_path / "more.jsonl", 4, first=90))
-    left = set(cache_folder().iterdir())
+    left = set(corpora_folder().iterdir())
     assert len(left) == corpora.KEPT
     assert set(kept) - left == {kept[1]}
 
@@ -210,9 +210,9 @@ def test_a_cache_that_cannot_be_written_is_said_and_passed_over(run: Tokenise, t
 def test_little_data_is_not_kept(run: Tokenise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenise, "SMALL", 7)
     run(write_data(tmp_path / "data.jsonl", 6))
-    assert not cache_folder().exists()
+    assert not corpora_folder().exists()
     run(write_data(tmp_path / "data.jsonl", 7))
-    assert len(list(cache_folder().iterdir())) == 1
+    assert len(list(corpora_folder().iterdir())) == 1
 
 
 def test_nothing_to_learn_from_is_refused(run: Tokenise, tmp_path: Path) -> None:
