@@ -17,6 +17,7 @@ from ..extract.corpus import DataSettings
 from ..extract.run import ExtractSettings
 from ..extract.target import TargetSettings
 from ..train.drafter import DrafterSettings
+from ..train.loss import LossSettings
 from ..train.trainer import TrainSettings
 from .location import FILE, STORE_PATH, ConfigError, read_toml
 
@@ -39,6 +40,7 @@ class Settings(BaseModel):
     store: StoreSettings = Field(default_factory=lambda: StoreSettings.model_validate({}))
     extract: ExtractSettings
     drafter: DrafterSettings
+    loss: LossSettings = Field(default_factory=lambda: LossSettings.model_validate({}))
     train: TrainSettings = Field(default_factory=lambda: TrainSettings.model_validate({}))
 
 
@@ -48,6 +50,7 @@ COMMENTS = {
     "store": "Where stage one writes hidden states and stage two reads them.",
     "extract": "Stage one: dflash extract.",
     "drafter": "The drafter's shape.",
+    "loss": "What the drafter is trained on: a weight for each term.",
     "train": "Stage two: dflash train.",
 }
 

@@ -87,7 +87,8 @@ def run_train(folder: Path, settings: Settings, devices: list[str], listener: Li
         )
     store = open_store(store_location(folder, settings))
     run = folder / Path(settings.train.run).expanduser()
-    return Trainer(store, settings.drafter, settings.train, run, torch_device(devices[0]), listener).run()
+    where = torch_device(devices[0])
+    return Trainer(store, settings.drafter, settings.loss, settings.train, run, where, listener).run()
 
 
 def run_evaluate(

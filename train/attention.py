@@ -4,8 +4,9 @@ Formula: slot k of a block at anchor a sees context position p when doc_start(a)
 a + k - p < W; it sees slot j of its own block always in a full layer, and in a sliding layer when |k - j| < W and, if
 causal, j <= k. Softmax over both together, scaled by head_dim ** -0.5.
 
-This is the plain PyTorch form, exact and differentiable. Sorted anchors are the contract: neighbours then share most of
-their context, so anchors are taken a few at a time and only the context that those can see is multiplied.
+The plain PyTorch form here is exact and differentiable; on a GPU `kernels/anchor_attention.py` computes the same. Sorted
+anchors are the contract of both: neighbours then share most of their context, so the plain form takes anchors a few at
+a time and multiplies only the context that those can see.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from .kernels.anchor_attention import fused_anchor_attention
+from .kernels.launch import fused
 
 GROUP = 32
 """Anchors handled at a time."""
@@ -39,27 +43,32 @@ class Blocks:
 
 
 def anchor_attention(
-    query: torch.Tensor,
-    block_key: torch.Tensor,
-    block_value: torch.Tensor,
-    context_key: torch.Tensor,
-    context_value: torch.Tensor,
-    blocks: Blocks,
-    window: int | None,
-    causal: bool,
+    packed: torch.Tensor, context: torch.Tensor, blocks: Blocks, heads: int, window: int | None, causal: bool
 ) -> torch.Tensor:
     """Attention of A blocks of B slots.
 
     Args:
-        query: `[A, B, heads, d]`.
-        block_key, block_value: `[A, B, kv_heads, d]`.
-        context_key, context_value: `[T, kv_heads, d]`.
+        packed: `[A, B, heads + 2 * kv_heads, d]`: queries, keys and values of each slot.
+        context: `[T, 2 * kv_heads, d]`: keys and values of each context position.
+        heads: query heads.
         window: W of a sliding layer, None for a full one.
         causal: whether slots of a sliding layer see only slots up to their own; a full layer ignores it.
 
     Returns:
-        `[A, B, heads, d]`, in the dtype of `query`; softmax in fp32.
+        `[A, B, heads, d]`, in the dtype of `packed`; softmax in fp32.
     """
+    if fused(packed):
+        return fused_anchor_attention(packed, context, blocks.anchors, blocks.starts, heads, window, causal)
+    return anchor_attention_reference(packed, context, blocks, heads, window, causal)
+
+
+def anchor_attention_reference(
+    packed: torch.Tensor, context: torch.Tensor, blocks: Blocks, heads: int, window: int | None, causal: bool
+) -> torch.Tensor:
+    """The same in plain torch, on the host's time: it looks at where anchors stand."""
+    kv_heads = (packed.shape[2] - heads) // 2
+    query, block_key, block_value = packed.split([heads, kv_heads, kv_heads], 2)
+    context_key, context_value = context.split(kv_heads, 1)
     anchors, starts = blocks.anchors.tolist(), blocks.starts.tolist()
     outputs = []
     for first in range(0, len(anchors), GROUP):
@@ -112,7 +121,9 @@ def _attend(
     # Query heads that share a key-value head stand together: [kv_heads, A, heads a group * B, d].
     share = heads // kv_heads
     rows = share * block
-    grouped = query.view(count, block, kv_heads, share, dim).permute(2, 0, 3, 1, 4).reshape(kv_heads, count, rows, dim)
+    grouped = (
+        query.reshape(count, block, kv_heads, share, dim).permute(2, 0, 3, 1, 4).reshape(kv_heads, count, rows, dim)
+    )
     flat = grouped.view(kv_heads, count * rows, dim)
     on_context = (flat @ context_key.permute(1, 2, 0)).view(kv_heads, count, rows, length)
     on_own = grouped @ block_key.permute(2, 0, 3, 1)

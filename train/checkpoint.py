@@ -200,7 +200,7 @@ def load_drafter(folder: Path, dtype: torch.dtype, device: torch.device) -> tupl
         raise CheckpointError(f"{folder} is not a whole drafter checkpoint: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("hidden_size"), int):
         raise CheckpointError(f"{folder}: the drafter's config does not say hidden_size")
-    drafter = Drafter(settings_from_config(config), config["hidden_size"])
+    drafter = Drafter.empty(settings_from_config(config), config["hidden_size"], "cpu", torch.float32)
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:

@@ -8,6 +8,8 @@ Embedding and LM head are the target's and stay outside. Layout and formulas fol
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -16,9 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from .attention import Blocks, anchor_attention
+from .kernels.heads import norm_rope
+from .kernels.norm import add_norm
+from .kernels.products import product
+from .kernels.swiglu import swiglu
 
-ContextKV = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of the context, `[T, kv_heads, head_dim]` each, one pair a layer."""
+ContextKV = list[torch.Tensor]
+"""Keys and values of the context, `[T, 2 * kv_heads, head_dim]` a layer."""
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of positions, `[n, head_dim / 2]` fp32."""
 
 
 class DrafterSettings(BaseModel):
@@ -53,33 +61,23 @@ class DrafterSettings(BaseModel):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, computed in fp32 (Zhang and Sennrich 2019)."""
+    """The weight of a norm, `[size]` (Zhang and Sennrich 2019); `kernels/norm.py` applies it."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., size]` to the same."""
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta, and its norm; `[n, size]` each."""
+        return add_norm(x, delta, self.weight, self.eps)
 
 
-def rope_tables(positions: torch.Tensor, dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin `[..., 1, dim]` in fp32 for integer positions `[...]` (Su et al. 2021, halves rotated)."""
+def rope_tables(positions: torch.Tensor, dim: int, theta: float) -> Tables:
+    """Tables for integer positions `[n]` (Su et al. 2021, halves rotated)."""
     inverse = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
-    angles = positions.float()[..., None, None] * inverse
-    angles = torch.cat([angles, angles], -1)
+    angles = positions.float()[:, None] * inverse
     return angles.cos(), angles.sin()
-
-
-def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply rotary tables `[..., 1, d]` to heads `[..., heads, d]`, in fp32."""
-    cos, sin = tables
-    wide = x.float()
-    low, high = wide.chunk(2, -1)
-    return (wide * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -87,38 +85,38 @@ class Attention(nn.Module):
 
     def __init__(self, settings: DrafterSettings, hidden: int, kind: str) -> None:
         super().__init__()
-        dim = settings.head_dim
-        self.shape = (settings.num_attention_heads, settings.num_key_value_heads, dim)
+        self.heads, self.kv_heads, self.dim = (
+            settings.num_attention_heads,
+            settings.num_key_value_heads,
+            settings.head_dim,
+        )
         self.window = settings.sliding_window if kind == "sliding_attention" else None
         self.causal = settings.is_causal
-        self.q_proj = nn.Linear(hidden, settings.num_attention_heads * dim, bias=False)
-        self.k_proj = nn.Linear(hidden, settings.num_key_value_heads * dim, bias=False)
-        self.v_proj = nn.Linear(hidden, settings.num_key_value_heads * dim, bias=False)
-        self.o_proj = nn.Linear(settings.num_attention_heads * dim, hidden, bias=False)
-        self.q_norm = RMSNorm(dim, settings.rms_norm_eps)
-        self.k_norm = RMSNorm(dim, settings.rms_norm_eps)
+        # In this order: a run lays weights out as they are named, and products join q, k, v and k, v.
+        self.q_proj = nn.Linear(hidden, self.heads * self.dim, bias=False)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * self.dim, bias=False)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * self.dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.dim, hidden, bias=False)
+        self.q_norm = RMSNorm(self.dim, settings.rms_norm_eps)
+        self.k_norm = RMSNorm(self.dim, settings.rms_norm_eps)
 
-    def keys_values(
-        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (normed, rotated) and values `[..., kv_heads, d]` of `[..., H]`."""
-        _, kv_heads, dim = self.shape
-        key = self.k_norm(self.k_proj(x).unflatten(-1, (kv_heads, dim)))
-        return rotate(key, tables), self.v_proj(x).unflatten(-1, (kv_heads, dim))
+    def keys_values(self, x: torch.Tensor, tables: Tables, fp8: bool) -> torch.Tensor:
+        """Keys (normed, rotated) and values `[n, 2 * kv_heads, d]` of a context `[n, H]`."""
+        packed = product(x, [self.k_proj.weight, self.v_proj.weight], fp8).view(-1, 2 * self.kv_heads, self.dim)
+        return norm_rope(packed, 0, self.kv_heads, None, self.k_norm.weight, *tables, self.k_norm.eps)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        context: tuple[torch.Tensor, torch.Tensor],
-        blocks: Blocks,
+        self, x: torch.Tensor, tables: Tables, context: torch.Tensor, blocks: Blocks, fp8: bool
     ) -> torch.Tensor:
-        """Blocks `[A, B, H]` against the context's keys and values."""
-        heads, _, dim = self.shape
-        query = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (heads, dim))), tables)
-        key, value = self.keys_values(x, tables)
-        out = anchor_attention(query, key, value, *context, blocks, self.window, self.causal)
-        return self.o_proj(out.flatten(-2))
+        """Slots `[A * B, H]` against the context's keys and values."""
+        packed = product(x, [self.q_proj.weight, self.k_proj.weight, self.v_proj.weight], fp8)
+        packed = packed.view(-1, self.heads + 2 * self.kv_heads, self.dim)
+        packed = norm_rope(
+            packed, self.heads, self.kv_heads, self.q_norm.weight, self.k_norm.weight, *tables, self.q_norm.eps
+        )
+        packed = packed.view(len(blocks.anchors), -1, *packed.shape[1:])
+        out = anchor_attention(packed, context, blocks, self.heads, self.window, self.causal)
+        return product(out.view(len(x), -1), [self.o_proj.weight], fp8)
 
 
 class MLP(nn.Module):
@@ -130,13 +128,14 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden, width, bias=False)
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., H]` to the same."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: torch.Tensor, fp8: bool) -> torch.Tensor:
+        """`[n, H]` to the same."""
+        gate_up = product(x, [self.gate_proj.weight, self.up_proj.weight], fp8)
+        return product(swiglu(gate_up), [self.down_proj.weight], fp8)
 
 
 class Layer(nn.Module):
-    """A pre-norm decoder layer."""
+    """A pre-norm decoder layer. The MLP's share is added by the next norm, which reads both anyway."""
 
     def __init__(self, settings: DrafterSettings, hidden: int, kind: str) -> None:
         super().__init__()
@@ -148,13 +147,16 @@ class Layer(nn.Module):
     def forward(
         self,
         h: torch.Tensor,
-        tables: tuple[torch.Tensor, torch.Tensor],
-        context: tuple[torch.Tensor, torch.Tensor],
+        delta: torch.Tensor | None,
+        tables: Tables,
+        context: torch.Tensor,
         blocks: Blocks,
-    ) -> torch.Tensor:
-        """`[A, B, H]` to the same."""
-        h = h + self.self_attn(self.input_layernorm(h), tables, context, blocks)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        fp8: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Residual stream `[A * B, H]` and what is still to be added to it, both in and out."""
+        h, x = self.input_layernorm(h, delta)
+        h, x = self.post_attention_layernorm(h, self.self_attn(x, tables, context, blocks, fp8))
+        return h, self.mlp(x, fp8)
 
 
 class Drafter(nn.Module):
@@ -169,32 +171,47 @@ class Drafter(nn.Module):
         super().__init__()
         self.settings = settings
         self.hidden_size = hidden_size
+        self.fp8 = False
+        """Whether products with weights are in fp8 (`kernels/products.py`)."""
         self.fc = nn.Linear(len(settings.layer_ids) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = RMSNorm(hidden_size, settings.rms_norm_eps)
         self.layers = nn.ModuleList([Layer(settings, hidden_size, kind) for kind in settings.layer_types])
         self.norm = RMSNorm(hidden_size, settings.rms_norm_eps)
 
+    @classmethod
+    def empty(
+        cls, settings: DrafterSettings, hidden_size: int, device: torch.device | str, dtype: torch.dtype
+    ) -> Drafter:
+        """A drafter whose weights are still to be drawn (`reset`) or loaded; nothing is spent on drawing them twice."""
+        with torch.device("meta"):
+            drafter = cls(settings, hidden_size)
+        return drafter.to(dtype).to_empty(device=device)
+
     def reset(self, seed: int) -> None:
         """Draw fresh weights: normal with deviation 1 / sqrt(inputs), norms at one. The same on every device."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.ndim == 2:
-                    drawn = torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5
-                    parameter.copy_(drawn)
-                else:
-                    parameter.fill_(1)
 
-    def context(self, hidden: torch.Tensor, positions: torch.Tensor) -> ContextKV:
+        @torch.no_grad()
+        def draw(number: int, parameter: nn.Parameter) -> None:
+            if parameter.ndim == 2:
+                # Each with its own generator, so that they can be drawn side by side: there may be billions.
+                generator = torch.Generator().manual_seed((seed << 20) + number)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
+            else:
+                parameter.fill_(1)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(draw, itertools.count(), self.parameters()))
+
+    def context(self, features: torch.Tensor, positions: torch.Tensor) -> ContextKV:
         """Keys and values of the context.
 
         Args:
-            hidden: `[layers, T, H]`, the target's states in the order of `settings.layer_ids`.
+            features: `[T, layers * H]`, the target's states side by side in the order of `settings.layer_ids`.
             positions: `[T]` int, each token's place in its document.
         """
-        feature = self.hidden_norm(self.fc(hidden.transpose(0, 1).flatten(1)))
+        _, feature = self.hidden_norm(product(features, [self.fc.weight], self.fp8))
         tables = self._tables(positions)
-        return [layer.self_attn.keys_values(feature, tables) for layer in self._layers()]
+        return [layer.self_attn.keys_values(feature, tables, self.fp8) for layer in self._layers()]
 
     def blocks(self, embedded: torch.Tensor, context: ContextKV, blocks: Blocks) -> torch.Tensor:
         """Final hidden states of blocks, the input of the target's LM head.
@@ -208,11 +225,11 @@ class Drafter(nn.Module):
             `[A, B, H]`; slot k predicts the token k places after the anchor, slot 0 predicts nothing.
         """
         slots = torch.arange(embedded.shape[1], device=embedded.device)
-        tables = self._tables((blocks.anchors - blocks.starts)[:, None] + slots)
-        h = embedded
+        tables = self._tables(((blocks.anchors - blocks.starts)[:, None] + slots).flatten())
+        h, delta = embedded.flatten(0, 1), None
         for layer, pair in zip(self._layers(), context, strict=True):
-            h = layer(h, tables, pair, blocks)
-        return self.norm(h)
+            h, delta = layer(h, delta, tables, pair, blocks, self.fp8)
+        return self.norm(h, delta)[1].view_as(embedded)
 
     def block_inputs(self, embedding: torch.Tensor, anchor_tokens: torch.Tensor) -> torch.Tensor:
         """Embedded slots `[A, B, H]`: the clean token at the anchor `[A]`, then mask tokens."""
@@ -221,7 +238,7 @@ class Drafter(nn.Module):
         ids[:, 0] = anchor_tokens
         return F.embedding(ids, embedding)
 
-    def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tables(self, positions: torch.Tensor) -> Tables:
         return rope_tables(positions, self.settings.head_dim, self.settings.rope_theta)
 
     def _layers(self) -> list[Layer]:

@@ -10,11 +10,10 @@ slower than float32. Here they are in float32 on a CPU and in bfloat16 on a GPU;
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import nn
 
+from .flat import Flat
+from .kernels.adamw import squared_norm
 from .optimizer import MasterAdamW
 
 MOMENTUM = 0.95
@@ -40,23 +39,20 @@ class MasterMuon:
     """Updates matrices by Muon and everything else by AdamW.
 
     Args:
-        parameters: named parameters of the model; their `.grad` is read and they are overwritten.
+        flat: the model's parameters; its gradients are read and zeroed, its weights overwritten.
         ratio: Muon's learning rate over AdamW's; both follow one schedule.
         clip, weight_decay: as in `MasterAdamW`; the clip is for what AdamW updates.
     """
 
-    def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], *, ratio: float, clip: float, weight_decay: float
-    ) -> None:
-        named = list(parameters)
-        self._matrices = [(name, parameter) for name, parameter in named if parameter.ndim == 2]
-        self._rest = MasterAdamW(
-            [(name, parameter) for name, parameter in named if parameter.ndim != 2],
-            clip=clip,
-            weight_decay=weight_decay,
-        )
-        self._masters = [parameter.detach().float().clone() for _, parameter in self._matrices]
-        self._momenta = [torch.zeros_like(master) for master in self._masters]
+    capturable = False
+
+    def __init__(self, flat: Flat, *, ratio: float, clip: float, weight_decay: float) -> None:
+        rest = flat.rest()
+        self.flat = flat
+        self._rest = MasterAdamW(rest, clip=clip, weight_decay=weight_decay)
+        self._matrices = [name for name in flat.names if name not in rest.names]
+        self._masters = flat.weights[: flat.matrices].to(torch.float32, copy=True)
+        self._momenta = torch.zeros_like(self._masters)
         self._ratio, self._weight_decay = ratio, weight_decay
 
     @property
@@ -67,42 +63,40 @@ class MasterMuon:
     @torch.no_grad()
     def step(self, rate: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
         """One update, as `MasterAdamW.step`; the norm returned is that of all gradients."""
-        gradients = []
-        for (_, parameter), master in zip(self._matrices, self._masters, strict=True):
-            gradient = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
-            gradients.append(gradient / denominator)
-            parameter.grad = None
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        gradients = self.flat.gradients[: self.flat.matrices]
+        norm = (squared_norm(gradients).sqrt() / denominator).float()
         good = bool(torch.isfinite(norm))
         # A denominator of zero makes AdamW leave its part out too; so must a gradient that is bad in a matrix only.
         rest = self._rest.step(rate, denominator if good else torch.zeros_like(denominator))
         if good and bool(torch.isfinite(rest)):
-            for index, gradient in enumerate(gradients):
-                self._update(index, gradient, float(rate) * self._ratio)
+            for name in self._matrices:
+                gradient = self.flat.view(gradients, name).float() / denominator
+                self._update(name, gradient, float(rate) * self._ratio)
+        gradients.zero_()
         return torch.stack([norm, rest]).norm()
 
-    def _update(self, index: int, gradient: torch.Tensor, rate: float) -> None:
-        master, momentum = self._masters[index], self._momenta[index]
+    def _update(self, name: str, gradient: torch.Tensor, rate: float) -> None:
+        weight, master, momentum = (
+            self.flat.view(buffer, name) for buffer in (self.flat.weights, self._masters, self._momenta)
+        )
         momentum.lerp_(gradient, 1 - MOMENTUM)
         step = orthogonalized(gradient.lerp(momentum, MOMENTUM))  # Nesterov's: as if momentum were a step ahead
         # Scaled to the size of AdamW's updates, so that rates mean about the same for any shape.
         size = 0.2 * max(master.shape) ** 0.5
         master.mul_(1 - rate * self._weight_decay).add_(step, alpha=-rate * size)
-        self._matrices[index][1].copy_(master)
+        weight.copy_(master)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything an exact resumption needs, by name."""
+        """Everything an exact resumption needs, by name: views, not copies."""
         found = self._rest.state()
-        for (name, _), master, momentum in zip(self._matrices, self._masters, self._momenta, strict=True):
-            found[f"master.{name}"] = master
-            found[f"momentum.{name}"] = momentum
+        for kind, buffer in (("master", self._masters), ("momentum", self._momenta)):
+            found |= {f"{kind}.{name}": self.flat.view(buffer, name) for name in self._matrices}
         return found
 
     @torch.no_grad()
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """Take over what `state` gave, and write the masters into the model's weights."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
         self._rest.load(state)
-        for (name, parameter), master, momentum in zip(self._matrices, self._masters, self._momenta, strict=True):
-            master.copy_(state[f"master.{name}"])
-            momentum.copy_(state[f"momentum.{name}"])
-            parameter.copy_(master)
+        self.flat.weights[: self.flat.matrices].copy_(self._masters)

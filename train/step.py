@@ -1,7 +1,8 @@
-"""One training step: micro-batches forward and backward, then an update.
+"""One training step: micro-batches forward and backward, then an update; on a GPU two CUDA graphs, replayed.
 
-A batch becomes tensors, anchors are drawn, blocks run, the loss's gradient accumulates; the update divides by the
-accumulated denominator. Knows nothing of epochs, checkpoints or files.
+A batch goes into fixed buffers, anchors are drawn, blocks run, the loss's gradient accumulates; the update divides by
+the accumulated denominator. Nothing waits for the device: what a step found is copied into pinned memory behind it, and
+read once it is there. Knows nothing of epochs, checkpoints or files.
 """
 
 from __future__ import annotations
@@ -11,102 +12,215 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..store import Batch, Head
+from ..store import Batch
 from .anchors import draw_anchors, supervision
 from .attention import Blocks
 from .drafter import Drafter
-from .inputs import Ends, device_states
-from .loss import BlockLoss, block_loss
+from .graphs import captured
+from .inputs import Ends, Inputs
+from .loss import BlockLoss, LmHead, LossSettings, TargetRows, block_loss
 from .muon import MasterMuon
 from .optimizer import MasterAdamW
 
+REPORTS = 8
+"""Reports that may be on their way at a time."""
 
-@dataclass
-class Totals:
-    """Sums over micro-batches: numerator, denominator and, by slot, right and supervised."""
 
-    numerator: torch.Tensor
-    denominator: torch.Tensor
-    correct: torch.Tensor
-    supervised: torch.Tensor
+@dataclass(frozen=True)
+class Found:
+    """What some micro-batches and the update after them gave, on the host.
 
-    @classmethod
-    def zero(cls, block: int, device: torch.device) -> Totals:
-        """Nothing yet."""
-        scalar, slots = torch.zeros((), device=device), torch.zeros(block - 1, device=device)
-        return cls(scalar, scalar.clone(), slots, slots.clone())
+    Attributes:
+        numerator, denominator: of the loss.
+        correct, supervised, overlap: sums by slot, `[B-1]`.
+        grad_norm: of the update, before clipping.
+        skipped: updates left out since the run began.
+    """
 
-    def add(self, loss: BlockLoss) -> None:
-        """Add a micro-batch."""
-        self.numerator += loss.numerator.detach()
-        self.denominator += loss.denominator
-        self.correct += loss.correct
-        self.supervised += loss.supervised
+    numerator: float
+    denominator: float
+    correct: np.ndarray
+    supervised: np.ndarray
+    overlap: np.ndarray
+    grad_norm: float
+    skipped: int
+
+    def __add__(self, later: Found) -> Found:
+        """Both together; norm and count are the later one's."""
+        return Found(
+            self.numerator + later.numerator,
+            self.denominator + later.denominator,
+            self.correct + later.correct,
+            self.supervised + later.supervised,
+            self.overlap + later.overlap,
+            later.grad_norm,
+            later.skipped,
+        )
 
     def numbers(self) -> dict[str, float]:
-        """Loss, and the share right of slot 1 and of all supervised slots."""
-        return {
-            "loss": float(self.numerator / self.denominator.clamp(min=1e-9)),
-            "accuracy_slot_1": float(self.correct[0] / self.supervised[0].clamp(min=1)),
-            "accuracy": float(self.correct.sum() / self.supervised.sum().clamp(min=1)),
+        """Loss, share right of slot 1 and of all supervised slots, and their mean overlap where it was needed."""
+        slots = max(float(self.supervised.sum()), 1)
+        found = {
+            "loss": self.numerator / max(self.denominator, 1e-9),
+            "accuracy_slot_1": float(self.correct[0] / max(self.supervised[0], 1)),
+            "accuracy": float(self.correct.sum()) / slots,
         }
+        return found | {"overlap": float(self.overlap.sum()) / slots} if self.overlap.any() else found
 
 
-class TrainStep:
-    """Holds what a step touches.
+class Report:
+    """`Found`, on its way to the host."""
+
+    def __init__(self, values: torch.Tensor, done: torch.cuda.Event | None) -> None:
+        self._values, self._done = values, done
+
+    @property
+    def ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._done is None or self._done.query()
+
+    def read(self) -> Found:
+        """The numbers, waited for if need be."""
+        if self._done is not None:
+            self._done.synchronize()
+        numerator, denominator, norm, skipped = self._values[:4].tolist()
+        correct, supervised, overlap = self._values[4:].double().numpy().reshape(3, -1)
+        return Found(numerator, denominator, correct, supervised, overlap, norm, int(skipped))
+
+
+class Forward:
+    """From the inputs to the loss, and sums over micro-batches.
 
     Args:
         drafter: on its device, in the dtype to compute in.
-        head: the target's ends.
-        optimizer: over the drafter's parameters, or None to measure only.
+        ends: the target's.
+        loss: terms and weights.
+        inputs: the fixed buffers that batches come in.
         anchors: blocks a micro-batch.
-        gamma: decay of the slot weights.
         seed: of the anchors.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        head: Head,
-        optimizer: MasterAdamW | MasterMuon | None,
-        anchors: int,
-        gamma: float,
-        seed: int,
+        self, drafter: Drafter, ends: Ends, loss: LossSettings, inputs: Inputs, anchors: int, seed: int
     ) -> None:
-        parameter = next(drafter.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        self._drafter, self._optimizer = drafter, optimizer
-        self._ends = Ends.of(head, self.device, self.dtype)
-        self._anchors, self._gamma, self._seed = anchors, gamma, seed
-        self._rate = torch.zeros((), device=self.device)
-        self._denominator = torch.zeros((), device=self.device)
+        self.inputs, self.drafter = inputs, drafter
+        self._ends, self._loss, self._anchors, self._seed = ends, loss, anchors, seed
+        self._head = LmHead(ends.lm_head)
+        block = drafter.settings.block_size
+        # Numerator, denominator, then correct, supervised and overlap by slot.
+        self.sums = torch.zeros(2 + 3 * (block - 1), device=inputs.device)
 
-    def loss(self, batch: Batch, micro_batch: int) -> BlockLoss:
-        """The loss of one packed batch, at the anchors of that global micro-batch number."""
-        device, drafter = self.device, self._drafter
-        tokens = torch.from_numpy(batch.tokens).to(device)
-        mask = torch.from_numpy(batch.loss_mask).to(device)
-        doc_start = torch.from_numpy(batch.doc_start.astype(np.int64)).to(device)
-        number = torch.tensor(micro_batch, device=device)
-        anchors = draw_anchors(mask, doc_start, self._seed, number, self._anchors)
-        labels, supervised = supervision(anchors, tokens, mask, doc_start, drafter.settings.block_size)
-        positions = torch.arange(len(tokens), device=device) - doc_start
-        context = drafter.context(device_states(batch.hidden, device, self.dtype), positions)
-        first = tokens[anchors.clamp(max=len(tokens) - 1)].long()
-        embedded = drafter.block_inputs(self._ends.embedding, first)
+    def loss(self) -> BlockLoss:
+        """The loss of the batch in the inputs, at the anchors of its number."""
+        inputs, drafter = self.inputs, self.drafter
+        tokens, mask, doc_start = inputs.tokens, inputs.loss_mask, inputs.doc_start
+        block, last = drafter.settings.block_size, len(tokens) - 1
+        anchors = draw_anchors(mask, doc_start, self._seed, inputs.number, self._anchors)
+        labels, supervised = supervision(anchors, tokens, mask, doc_start, block)
+        context = drafter.context(inputs.features, torch.arange(len(tokens), device=inputs.device) - doc_start)
+        embedded = drafter.block_inputs(self._ends.embedding, tokens[anchors.clamp(max=last)])
         hidden = drafter.blocks(embedded, context, Blocks.of(anchors, doc_start))
-        return block_loss(hidden, self._ends.lm_head, labels, supervised, self._gamma)
-
-    def micro(self, batch: Batch, micro_batch: int) -> BlockLoss:
-        """Forward and backward of one micro-batch; the gradient of the numerator accumulates."""
-        found = self.loss(batch, micro_batch)
-        found.numerator.backward()
-        self._denominator += found.denominator
+        target = None
+        if inputs.final is not None and self._loss.needs_final:
+            before = anchors[:, None] + torch.arange(block - 1, device=inputs.device)
+            target = TargetRows(inputs.final, before.clamp(max=last))
+        found = block_loss(hidden, self._head, labels, supervised, self._loss, target)
+        numbers = torch.stack([found.numerator.detach(), found.denominator])
+        self.sums += torch.cat([numbers, found.correct, found.supervised, found.overlap])
         return found
 
-    def update(self, rate: float) -> torch.Tensor:
-        """Update the weights from what accumulated. Returns the gradient's norm before clipping."""
-        assert self._optimizer is not None
-        norm = self._optimizer.step(self._rate.fill_(rate), self._denominator)
+    @torch.no_grad()
+    def measure(self) -> None:
+        """The loss without gradients, added to the sums."""
+        self.loss()
+
+
+class TrainStep:
+    """Forward, backward and update over fixed buffers.
+
+    Args:
+        forward: what is trained.
+        optimizer: over the drafter's parameters.
+        measured: a second forward to capture beside it, for validation; it shares the graphs' memory.
+    """
+
+    def __init__(self, forward: Forward, optimizer: MasterAdamW | MasterMuon, measured: Forward | None = None) -> None:
+        self.device = forward.inputs.device
+        self._forward, self._optimizer, self._measured = forward, optimizer, measured
+        self._rate, self._denominator, self._norm = (torch.zeros((), device=self.device) for _ in range(3))
+        pinned = self.device.type == "cuda"
+        self._slots = [torch.zeros(len(forward.sums) + 2, pin_memory=pinned) for _ in range(REPORTS)]
+        self._reports = 0
+        skipped = optimizer.skipped.clone()
+        works = [self._backward]
+        works += [self._apply] if optimizer.capturable else []
+        works += [measured.measure] if measured else []
+        replays = captured(works, self.device)
+        self._micro = replays[0]
+        self._update = replays[1] if optimizer.capturable else self._apply
+        self._measure = replays[-1]
+        # Put right what capturing left; the buffers held no batch, so no weight has moved.
+        optimizer.skipped.copy_(skipped)
+        for used in (optimizer.flat.gradients, forward.sums, self._denominator, self._norm):
+            used.zero_()
+        if measured is not None:
+            measured.sums.zero_()
+
+    def load(self, batch: Batch, number: int) -> None:
+        """Begin to bring a batch to the device, as global micro-batch `number`. It must stay until `sent`."""
+        self._forward.inputs.load(batch, number)
+
+    def sent(self) -> None:
+        """Wait until the loaded batch's memory may be written again; the device works on."""
+        self._forward.inputs.sent()
+
+    def micro(self) -> None:
+        """Forward and backward of the loaded batch; the gradient of the numerator accumulates."""
+        self._forward.inputs.take()
+        self._micro()
+
+    def update(self, rate: float) -> None:
+        """Update the weights from what accumulated."""
+        self._rate.fill_(rate)
+        self._update()
+
+    def report(self) -> Report:
+        """What the micro-batches since the last report and the last update gave, on its way to the host.
+
+        Once `REPORTS` more have been asked for, an older one must have been read.
+        """
+        return self._send(self._forward.sums)
+
+    def validate(self, batch: Batch, number: int) -> None:
+        """Loss of a batch without gradients, for `validation`."""
+        assert self._measured is not None
+        self._measured.inputs.load(batch, number)
+        self._measured.inputs.take()
+        self._measure()
+        self._measured.inputs.sent()
+
+    def validation(self) -> Found:
+        """What was validated since this was asked for last."""
+        assert self._measured is not None
+        return self._send(self._measured.sums).read()
+
+    def _send(self, sums: torch.Tensor) -> Report:
+        values = torch.cat([sums[:2], self._norm[None], self._optimizer.skipped[None], sums[2:]])
+        slot = self._slots[self._reports % REPORTS]
+        self._reports += 1
+        slot.copy_(values, non_blocking=True)
+        sums.zero_()
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        return Report(slot if done else slot.clone(), done)
+
+    def _backward(self) -> None:
+        found = self._forward.loss()
+        found.numerator.backward()
+        self._denominator += found.denominator
+
+    def _apply(self) -> None:
+        self._norm.copy_(self._optimizer.step(self._rate, self._denominator))
         self._denominator.zero_()
-        return norm

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,19 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..store import HELDOUT, TRAIN, BatchStream, Documents, Head, Store, StoreError, load_head, pack, shuffled
+from ..store import (
+    HELDOUT,
+    TRAIN,
+    Batch,
+    BatchStream,
+    Documents,
+    Head,
+    Store,
+    StoreError,
+    load_head,
+    pack,
+    shuffled,
+)
 from ..store.progress import Listener
 from .checkpoint import (
     CheckpointError,
@@ -29,12 +42,15 @@ from .checkpoint import (
 from .drafter import Drafter, DrafterSettings
 from .evaluate.summary import accepted_length
 from .evaluate.walk import walk
-from .inputs import buffers_for
-from .loss import default_gamma
+from .flat import Flat
+from .graphs import MemoryWatch
+from .inputs import Ends, Inputs, buffers_for
+from .journal import Journal, Update
+from .loss import LossSettings
 from .metrics import Metrics
 from .muon import MasterMuon
 from .optimizer import MasterAdamW, learning_rate
-from .step import Totals, TrainStep
+from .step import Forward, TrainStep
 
 VALIDATION_SEED = 0x5EED
 """Anchors of the validation loss are the same in every run and epoch."""
@@ -58,13 +74,14 @@ class TrainSettings(BaseModel):
     warmup: float = Field(0.04, ge=0, le=1, description="share of the updates that warm up; then a cosine to zero")
     clip: float = Field(1.0, gt=0, description="largest global norm of the gradient")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's, on matrices only")
-    gamma: float | None = Field(
-        None, gt=0, description="decay of the slot weights; by default 7, 5, 4 for blocks of 16, 10, 8"
+    non_finite: Literal["skip", "stop"] = Field(
+        "skip", description="an update whose gradient is not finite is left out, or ends the run; named either way"
     )
     seed: int = Field(0, ge=0, description="of weights, data order and anchors")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = Field(
         "auto",
-        description="what the drafter computes in; masters are fp32. auto: bfloat16 on a GPU, float32 on the CPU",
+        description="what the drafter computes in; masters are fp32. auto: bfloat16 on a GPU, float32 on the CPU; fp8: "
+        "bfloat16 with matrix products in fp8, faster and coarser",
     )
     save_every: int = Field(200, ge=1, description="updates between checkpoints; each epoch ends with one too")
     keep: int = Field(2, ge=1, description="checkpoints kept")
@@ -72,7 +89,7 @@ class TrainSettings(BaseModel):
     validate_documents: int = Field(64, ge=0, description="held-out documents walked after each epoch")
 
 
-FREE_TO_CHANGE = {"run", "epochs", "save_every", "keep", "log_every", "validate_documents"}
+FREE_TO_CHANGE = {"run", "epochs", "save_every", "keep", "log_every", "validate_documents", "non_finite"}
 """Settings that a resumed run may change; any other makes it another run."""
 
 
@@ -100,7 +117,7 @@ def compute_dtype(said: str, device: torch.device) -> torch.dtype:
     """What a drafter computes in on a device."""
     if said == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return getattr(torch, said)
+    return torch.bfloat16 if said == "fp8" else getattr(torch, said)
 
 
 class Trainer:
@@ -109,13 +126,15 @@ class Trainer:
     Args:
         store: where states come from.
         drafter: its shape.
+        loss: its loss.
         settings: how to train.
         folder: the run's folder, resolved.
         device: where to train.
         listener: where to report; progress counts updates.
 
     Raises:
-        StoreError: the store has no such layers, no documents, or one that is longer than a batch.
+        StoreError: the store has no such layers, no documents, one that is longer than a batch, or no final states
+            where the loss needs them.
         CheckpointError: the folder holds a run with other settings.
     """
 
@@ -123,42 +142,61 @@ class Trainer:
         self,
         store: Store,
         drafter: DrafterSettings,
+        loss: LossSettings,
         settings: TrainSettings,
         folder: Path,
         device: torch.device,
         listener: Listener,
     ) -> None:
         self._store, self._settings, self._folder, self._listener = store, settings, folder, listener
+        self._memory: MemoryWatch | None = None
         self._layers = store.layer_indices(tuple(drafter.layer_ids))
         head = load_head(store)
         _check_mask_token(drafter, store, head)
-        self._head = head
-        self._drafter = Drafter(drafter, store.identity.hidden_size)
-        self._drafter.reset(settings.seed)
+        if loss.needs_final and not store.identity.final:
+            raise StoreError(
+                f"the store {store.place} keeps no final states, which this loss compares with: extract with "
+                "extract.final = true, or use cross_entropy alone"
+            )
+        self._needs_final = loss.needs_final
         dtype = compute_dtype(settings.dtype, device)
-        self._drafter.to(device, dtype)
-        named = self._drafter.named_parameters()
+        self._drafter = Drafter.empty(drafter, store.identity.hidden_size, device, dtype)
+        self._drafter.reset(settings.seed)
+        self._drafter.fp8 = settings.dtype == "fp8"
+        flat = Flat(self._drafter, torch.float32 if settings.accumulate > 1 else None)
         clip, decay = settings.clip, settings.weight_decay
         self._optimizer: MasterAdamW | MasterMuon
         if settings.optimizer == "muon":
-            ratio = settings.muon_lr / settings.lr
-            self._optimizer = MasterMuon(named, ratio=ratio, clip=clip, weight_decay=decay)
+            self._optimizer = MasterMuon(flat, ratio=settings.muon_lr / settings.lr, clip=clip, weight_decay=decay)
         else:
-            self._optimizer = MasterAdamW(named, clip=clip, weight_decay=decay)
-        gamma = settings.gamma or default_gamma(drafter.block_size)
-        self._step = TrainStep(self._drafter, head, self._optimizer, settings.anchors, gamma, settings.seed)
-        self._measure = TrainStep(self._drafter, head, None, settings.anchors, gamma, VALIDATION_SEED)
-        self._config = drafter_config(drafter, store.identity, head.config, str(dtype).removeprefix("torch."))
+            self._optimizer = MasterAdamW(flat, clip=clip, weight_decay=decay)
+        self._ends = Ends.of(head, device, dtype)
+        kind = str(dtype).removeprefix("torch.")
+        self._config = drafter_config(drafter, store.identity, head.config, kind)
         self._shape = {
             "drafter": drafter.model_dump(),
-            "train": settings.model_dump(exclude=FREE_TO_CHANGE) | {"dtype": str(dtype).removeprefix("torch.")},
+            "loss": loss.model_dump(),
+            "train": settings.model_dump(exclude=FREE_TO_CHANGE) | {"dtype": "fp8" if self._drafter.fp8 else kind},
             "store": store.identity.model_dump(mode="json"),
         }
         self._at = self._resume()
         # Validation stays with the documents that were held out when the run began, whatever is added since.
         if self._at.heldout is None:
             self._at.heldout = [part.id for part in store.parts if part.split == HELDOUT]
-        self._skipped = int(self._optimizer.skipped)
+        heldout = self._heldout()
+        self._budget = max(settings.tokens, int(heldout.length.max(initial=1)))
+        """Tokens of a batch of validation: room for the longest document held out."""
+        inputs = self._inputs(settings.tokens, device, dtype)
+        same = self._budget == settings.tokens
+        aside = inputs if same else self._inputs(self._budget, device, dtype)
+        trained = Forward(self._drafter, self._ends, loss, inputs, settings.anchors, settings.seed)
+        measured = Forward(self._drafter, self._ends, loss, aside, settings.anchors, VALIDATION_SEED)
+        self._step = TrainStep(trained, self._optimizer, measured)
+        if device.type == "cuda":
+            walk(self._drafter, self._ends, store, heldout.first(1), self._budget)  # so that its memory is taken now
+
+    def _inputs(self, length: int, device: torch.device, dtype: torch.dtype) -> Inputs:
+        return Inputs(Batch.empty(self._store, length, len(self._layers), self._needs_final), device, dtype)
 
     def run(self) -> Path:
         """Train to the end of the last epoch. Returns the folder of the last checkpoint."""
@@ -211,74 +249,76 @@ class Trainer:
         return documents
 
     def _epoch(self, documents: Documents, groups: list[list[int]], metrics: Metrics) -> None:
-        settings, at = self._settings, self._at
-        totals = Totals.zero(self._drafter.settings.block_size, self._step.device)
+        settings, at, step = self._settings, self._at, self._step
+        skipped = int(self._optimizer.skipped)
+        journal = Journal(metrics, self._listener, skipped, settings.non_finite == "stop")
         began, tokens = time.perf_counter(), 0
+        used: list[int] = []
         with self._stream(documents, groups[at.batch :], settings.tokens) as stream:
             for batch in stream:
-                totals.add(self._step.micro(batch, at.micro))
+                step.load(batch, at.micro)
+                step.micro()
                 tokens += batch.used
+                used += batch.documents
                 at.batch, at.micro = at.batch + 1, at.micro + 1
-                if at.batch % settings.accumulate and at.batch < len(groups):
-                    continue
-                rate = learning_rate(at.step, at.total, settings.lr, settings.warmup)
-                norm = self._step.update(rate)
-                at.step += 1
-                note = ""
-                if at.step % settings.log_every == 0 or at.batch == len(groups):
-                    numbers = self._numbers(totals, norm, rate, tokens, time.perf_counter() - began, stream.waited)
-                    metrics.write(at.step, numbers)
-                    note = f"loss {numbers['loss']:.3f}"
-                    totals = Totals.zero(self._drafter.settings.block_size, self._step.device)
-                self._listener.advance(1, note)
-                if at.step % settings.save_every == 0 and at.batch < len(groups):
-                    self._save()
+                if not (at.batch % settings.accumulate and at.batch < len(groups)):
+                    rate = learning_rate(at.step, at.total, settings.lr, settings.warmup)
+                    step.update(rate)
+                    at.step += 1
+                    line = None
+                    if at.step % settings.log_every == 0 or at.batch == len(groups):
+                        seconds = time.perf_counter() - began
+                        line = {
+                            "epoch": at.epoch,
+                            "lr": rate,
+                            "tokens_per_second": tokens / seconds,
+                            "share_waiting_for_data": stream.waited / seconds,
+                        }
+                    journal.add(Update(at.step, _names(documents, used), step.report(), line))
+                    used = []
+                    self._watch_memory()
+                    self._listener.advance(1, journal.note)
+                    if at.step % settings.save_every == 0 and at.batch < len(groups):
+                        journal.settle()
+                        self._save()
+                step.sent()  # the batch's memory is filled anew once the next one is asked for
+        journal.settle()
         at.epoch, at.batch, at.parts = at.epoch + 1, 0, None
         self._validate(metrics)  # before the checkpoint: a kill in between repeats it, and loses nothing
         self._save()
+        if self._memory and (grown := self._memory.grown()):
+            self._listener.say(f"GPU memory grew in epoch {at.epoch} ({grown}): it should not after the first step")
+
+    def _watch_memory(self) -> None:
+        """From the first update on, memory must stay as it is."""
+        if self._memory is None and self._step.device.type == "cuda":
+            self._memory = MemoryWatch(self._step.device)
+            used = torch.cuda.max_memory_reserved(self._step.device) / 2**30
+            self._listener.say(f"GPU memory: {used:.1f} GiB from here on")
 
     def _stream(self, documents: Documents, groups: list[list[int]], budget: int) -> BatchStream:
         buffers = buffers_for(self._step.device)
-        return BatchStream(self._store, documents, groups, budget, self._layers, allocate=buffers)
+        final = self._needs_final
+        return BatchStream(self._store, documents, groups, budget, self._layers, final=final, allocate=buffers)
 
-    def _numbers(
-        self, totals: Totals, norm: torch.Tensor, rate: float, tokens: int, seconds: float, waited: float
-    ) -> dict[str, float]:
-        skipped = int(self._optimizer.skipped)
-        if skipped > self._skipped:
-            self._listener.say(
-                f"{skipped - self._skipped} of the updates before step {self._at.step} were skipped: "
-                "the gradient was not finite, or nothing was supervised"
-            )
-            self._skipped = skipped
-        return {
-            **totals.numbers(),
-            "epoch": self._at.epoch,
-            "lr": rate,
-            "grad_norm": float(norm),
-            "tokens_per_second": tokens / seconds,
-            "share_waiting_for_data": waited / seconds,
-            "skipped_updates": skipped,
-        }
+    def _heldout(self) -> Documents:
+        """The documents that validation uses."""
+        return self._store.documents(HELDOUT, self._at.heldout).first(self._settings.validate_documents)
 
-    @torch.no_grad()
     def _validate(self, metrics: Metrics) -> None:
-        settings, block = self._settings, self._drafter.settings.block_size
-        heldout = self._store.documents(HELDOUT, self._at.heldout).first(settings.validate_documents)
+        heldout = self._heldout()
         if not len(heldout):
             return
-        totals = Totals.zero(block, self._step.device)
-        budget = max(settings.tokens, int(heldout.length.max()))
-        groups = pack(heldout.length.tolist(), budget)
-        with self._stream(heldout, groups, budget) as stream:
+        groups = pack(heldout.length.tolist(), self._budget)
+        with self._stream(heldout, groups, self._budget) as stream:
             for number, batch in enumerate(stream):
-                totals.add(self._measure.loss(batch, number))
-        turns = walk(self._drafter, self._head, self._store, heldout, budget)
-        length = accepted_length(turns)
-        numbers = {f"heldout_{name}": value for name, value in totals.numbers().items()}
+                self._step.validate(batch, number)
+        found = self._step.validation().numbers()
+        length = accepted_length(walk(self._drafter, self._ends, self._store, heldout, self._budget))
+        numbers = {f"heldout_{name}": value for name, value in found.items()}
         metrics.write(self._at.step, {**numbers, "heldout_accepted_length": length})
         self._listener.say(
-            f"epoch {self._at.epoch} of {settings.epochs}: held-out loss {numbers['heldout_loss']:.3f}, "
+            f"epoch {self._at.epoch} of {self._settings.epochs}: held-out loss {found['loss']:.3f}, "
             f"accepted length {length:.2f}"
         )
 
@@ -319,6 +359,10 @@ def _check_mask_token(drafter: DrafterSettings, store: Store, head: Head) -> Non
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         if mask in head.special_ids(name):
             raise StoreError(f"drafter.mask_token_id {mask} is the target's {name}: choose an id the target never uses")
+
+
+def _names(documents: Documents, used: Sequence[int]) -> list[str]:
+    return [f"{int(documents.ids[index]):016x}" for index in used]
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

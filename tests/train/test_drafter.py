@@ -105,7 +105,7 @@ def test_forward_equals_the_formulas_block_by_block(causal: bool) -> None:
     doc_start = torch.tensor([0] * 11 + [11] * 7)
     anchors = torch.tensor([0, 2, 9, 11, 15])
     tokens = torch.randint(0, 8000, (18,), generator=generator)
-    context = drafter.context(hidden, torch.arange(18) - doc_start)
+    context = drafter.context(side_by_side(hidden), torch.arange(18) - doc_start)
     embedded = drafter.block_inputs(embedding, tokens[anchors])
     assert torch.equal(embedded[:, 0], embedding[tokens[anchors]])
     assert (embedded[:, 1:] == embedding[s.mask_token_id]).all()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import fill
 from test_drafter import drafter_settings
-from test_trainer import train_settings
+from test_trainer import loss_settings, train_settings
 from tiny import BUNDLED
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +29,7 @@ from dflash_offline.train.evaluate.parity import compare_rounds, first_differenc
 from dflash_offline.train.evaluate.report import evaluate_decoding
 from dflash_offline.train.evaluate.summary import acceptance_by_position, accepted_length, summarize
 from dflash_offline.train.evaluate.walk import Round, Turn, turns_of, walk
-from dflash_offline.train.inputs import Ends
+from dflash_offline.train.inputs import Ends, side_by_side
 from dflash_offline.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def trained(greedy_store: Store, tmp_path_factory: pytest.TempPathFactory) -> Dr
     settings = train_settings(epochs=70, tokens=1024, anchors=96, lr=5e-3, save_every=1000)
     folder = tmp_path_factory.mktemp("run")
     shape = drafter_settings(mask_token_id=8180, head_dim=32, intermediate_size=256, sliding_window=64)
-    last = Trainer(greedy_store, shape, settings, folder, CPU, SILENT).run()
+    last = Trainer(greedy_store, shape, loss_settings(), settings, folder, CPU, SILENT).run()
     return load_drafter(last, torch.float32, CPU)[0]
 
 
@@ -88,7 +88,7 @@ def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, 
         while end < length and mask[end]:
             end += 1
         while place < end - 1:
-            context = drafter.context(hidden[:, :place], torch.arange(place))
+            context = drafter.context(side_by_side(hidden[:, :place]), torch.arange(place))
             embedded = drafter.block_inputs(embedding, torch.tensor([tokens[place]]))
             where = Blocks(torch.tensor([place]), torch.tensor([0]))
             drafted = (drafter.blocks(embedded, context, where)[0, 1:] @ lm_head.T).argmax(-1).tolist()
@@ -106,7 +106,7 @@ def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, 
 @pytest.mark.parametrize("budget", [1, 200, 4000])
 def test_the_walk_equals_a_plain_loop(budget: int, trained: Drafter, greedy_store: Store) -> None:
     documents, head = greedy_store.documents(TRAIN), load_head(greedy_store)
-    turns = walk(trained, head, greedy_store, documents, budget)
+    turns = walk(trained, Ends.beside(head, trained), greedy_store, documents, budget)
     for index in range(len(documents)):
         mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]
         assert mine == slow_walk(trained, head, greedy_store, documents, index)
@@ -118,7 +118,7 @@ def test_the_walk_over_many_turns(filled: Store) -> None:
     drafter = Drafter(drafter_settings(), 32)
     drafter.reset(0)
     documents, head = filled.documents(HELDOUT), load_head(filled)
-    turns = walk(drafter, head, filled, documents, 400)
+    turns = walk(drafter, Ends.beside(head, drafter), filled, documents, 400)
     assert len(turns) > len(documents)
     for index in range(len(documents)):
         mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]

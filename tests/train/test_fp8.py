@@ -122,7 +122,7 @@ def test_training_from_fp8_follows_training_from_bf16(filled: Store, tmp_path: P
             {"epochs": 2, "tokens": 256, "anchors": 24, "log_every": 1, "lr": 3e-3, "validate_documents": 4}
         )
         folder = tmp_path / store.identity.encoding
-        Trainer(store, drafter_settings(), settings, folder, torch.device("cpu"), SILENT).run()
+        Trainer(store, drafter_settings(), loss_settings(), settings, folder, torch.device("cpu"), SILENT).run()
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         curves.append(np.array([row["loss"] for row in rows if "loss" in row]))
     assert len(curves[0]) == len(curves[1]) > 4

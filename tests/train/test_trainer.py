@@ -16,12 +16,15 @@ from test_drafter import drafter_settings
 from tiny import write_data
 
 from dflash_offline.extract.run import Prepared
-from dflash_offline.store import HELDOUT, TRAIN, BatchStream, Store, StoreError, load_head, open_store, pack
+from dflash_offline.store import HELDOUT, TRAIN, Batch, BatchStream, Store, StoreError, load_head, open_store, pack
 from dflash_offline.store.progress import SILENT
 from dflash_offline.train.checkpoint import CheckpointError, checkpoints
 from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.flat import Flat
+from dflash_offline.train.inputs import Ends, Inputs
+from dflash_offline.train.loss import LossSettings
 from dflash_offline.train.optimizer import MasterAdamW
-from dflash_offline.train.step import TrainStep
+from dflash_offline.train.step import Forward, TrainStep
 from dflash_offline.train.trainer import Trainer, TrainSettings
 
 
@@ -39,9 +42,19 @@ def train_settings(**changes: Any) -> TrainSettings:
     return TrainSettings(**{**values, **changes})
 
 
-def trainer(store: Store, folder: Path, drafter: dict[str, Any] | None = None, **changes: Any) -> Trainer:
-    cpu = torch.device("cpu")
-    return Trainer(store, drafter_settings(**(drafter or {})), train_settings(**changes), folder, cpu, SILENT)
+def loss_settings(**changes: Any) -> LossSettings:
+    return LossSettings.model_validate(changes)
+
+
+def trainer(
+    store: Store,
+    folder: Path,
+    drafter: dict[str, Any] | None = None,
+    loss: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Trainer:
+    shape, cpu = drafter_settings(**(drafter or {})), torch.device("cpu")
+    return Trainer(store, shape, loss_settings(**(loss or {})), train_settings(**changes), folder, cpu, SILENT)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -143,13 +156,18 @@ def test_accumulated_micro_batches_make_the_update_of_their_union(filled: Store)
     def gradients(together: bool) -> list[torch.Tensor]:
         drafter = Drafter(drafter_settings(), 32)
         drafter.reset(0)
-        # No update: its weights stay, its gradients are looked at.
-        step = TrainStep(drafter, head, MasterAdamW(drafter.named_parameters(), clip=1e9, weight_decay=0), 800, 3.0, 0)
+        flat = Flat(drafter)
         chosen, budget = ([[i for group in groups for i in group]], 768) if together else (groups, 256)
-        total = torch.zeros(())
+        inputs = Inputs(Batch.empty(filled, budget, 2, False), torch.device("cpu"), torch.float32)
+        # 800 anchors: every eligible one is drawn.
+        forward = Forward(drafter, Ends.beside(head, drafter), loss_settings(gamma=3.0), inputs, 800, 0)
+        step = TrainStep(forward, MasterAdamW(flat, clip=1e9, weight_decay=0))
         with BatchStream(filled, documents, chosen, budget, layers) as stream:
             for number, batch in enumerate(stream):
-                total += step.micro(batch, number).denominator  # 800 anchors: every eligible one is drawn
+                step.load(batch, number)
+                step.micro()
+        # No update: weights stay, gradients are looked at.
+        total = step.report().read().denominator
         return [p.grad / total for p in drafter.parameters() if p.grad is not None]
 
     for apart, union in zip(gradients(False), gradients(True), strict=True):
@@ -195,9 +213,9 @@ def test_validation_is_the_same_for_every_run_and_epoch(filled: Store, tmp_path:
         folder = tmp_path / f"seed-{seed}"
         run = trainer(filled, folder, lr=1e-30, seed=seed)
         run._drafter.reset(7)  # the same weights under both seeds
-        assert isinstance(run._optimizer, MasterAdamW)
-        for master, parameter in zip(run._optimizer.masters, run._drafter.parameters(), strict=True):
-            master.copy_(parameter.detach())
+        state = run._optimizer.state()
+        for name, parameter in run._drafter.named_parameters():
+            state[f"master.{name}"].copy_(parameter.detach())
         run.run()
         found |= {row["heldout_loss"] for row in metrics(folder) if "heldout_loss" in row}
     assert len(found) == 1

@@ -16,7 +16,7 @@ import torch
 
 from ..attention import Blocks
 from ..drafter import ContextKV, Drafter
-from ..inputs import Ends
+from ..inputs import Ends, side_by_side
 from .walk import Round, count_right
 
 
@@ -136,11 +136,8 @@ def _extend(
 ) -> ContextKV:
     """Append the states of new tokens, the first at position `start`, to the drafter's context."""
     parameter = next(drafter.parameters())
-    chosen = hidden[list(layers)].to(parameter.device, parameter.dtype)
-    fresh = drafter.context(chosen, torch.arange(start, start + chosen.shape[1], device=parameter.device))
+    features = side_by_side(hidden[list(layers)].to(parameter.device, parameter.dtype))
+    fresh = drafter.context(features, torch.arange(start, start + len(features), device=parameter.device))
     if context is None:
         return fresh
-    return [
-        (torch.cat([key, new_key]), torch.cat([value, new_value]))
-        for (key, value), (new_key, new_value) in zip(context, fresh, strict=True)
-    ]
+    return [torch.cat([known, new]) for known, new in zip(context, fresh, strict=True)]

@@ -20,7 +20,7 @@ from .walk import Turn, walk
 
 def evaluate_states(drafter: Drafter, head: Head, store: Store, documents: Documents, budget: int) -> dict[str, Any]:
     """Walk the documents' turns and sum them up."""
-    turns = walk(drafter, head, store, documents, budget)
+    turns = walk(drafter, Ends.beside(head, drafter), store, documents, budget)
     return {"documents": len(documents), **summarize(turns, drafter.settings.block_size)}
 
 
@@ -47,12 +47,11 @@ def evaluate_decoding(
         with the text in the store.
     """
     layers = store.layer_indices(tuple(drafter.settings.layer_ids))
-    walked = walk(drafter, head, store, documents, budget)
+    moved = Ends.beside(head, drafter)
+    walked = walk(drafter, moved, store, documents, budget)
     without_prompt = sum(turn.start == 0 for turn in walked)
     walked = [turn for turn in walked if turn.start > 0]  # nothing stands before it to decode from
-    parameter = next(drafter.parameters())
-    near_tie = NEAR_TIE[parameter.dtype]
-    moved = Ends.of(head, parameter.device, parameter.dtype)
+    near_tie = NEAR_TIE[moved.embedding.dtype]
     listener.start(len(walked), 0)
     decoded: list[Turn] = []
     rows: list[dict[str, Any]] = []

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ...store import Batch, BatchStream, Documents, Head, Store, pack
+from ...store import Batch, BatchStream, Documents, Store, pack
 from ..attention import Blocks
 from ..drafter import Drafter
-from ..inputs import Ends, buffers_for, device_states
+from ..inputs import Ends, buffers_for, device_states, side_by_side
+
+AT_ONCE = 32
+"""Blocks a GPU drafts at a time, missing ones filled up: its memory then stays as it is from round to round."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +67,15 @@ def count_right(drafted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def walk(drafter: Drafter, head: Head, store: Store, documents: Documents, budget: int) -> list[Turn]:
+def walk(drafter: Drafter, ends: Ends, store: Store, documents: Documents, budget: int) -> list[Turn]:
     """Walk all turns of the given documents.
 
     Args:
         drafter: on the device and in the dtype to run in.
+        ends: the target's, there too.
         budget: tokens of a packed batch; it does not change the result but for rounding.
     """
-    parameter = next(drafter.parameters())
-    device, dtype = parameter.device, parameter.dtype
-    ends = Ends.of(head, device, dtype)
+    device = ends.embedding.device
     budget = max(budget, int(documents.length.max(initial=1)))
     groups = pack(documents.length.tolist(), budget)
     layers = store.layer_indices(tuple(drafter.settings.layer_ids))
@@ -91,33 +93,37 @@ def _walk_batch(
     documents: Documents,
 ) -> list[Turn]:
     device, dtype = ends.embedding.device, ends.embedding.dtype
-    used = batch.used
-    doc_start = torch.from_numpy(batch.doc_start[:used].astype(np.int64)).to(device)
-    tokens = torch.from_numpy(batch.tokens[:used].astype(np.int64)).to(device)
-    hidden = device_states(batch.hidden, device, dtype)[:, :used]
-    context = drafter.context(hidden, torch.arange(used, device=device) - doc_start)
+    length = len(batch.tokens)
+    doc_start = torch.from_numpy(batch.doc_start.astype(np.int64)).to(device)
+    tokens = torch.from_numpy(batch.tokens.astype(np.int64)).to(device)
+    features = side_by_side(device_states(batch.hidden, device, dtype))
+    context = drafter.context(features, torch.arange(length, device=device) - doc_start)
     turns, offsets = [], []
     at = 0
     for document in batch.documents:
-        length = int(documents.length[document])
-        for start, stop in turns_of(batch.loss_mask[at : at + length]):
+        end = at + int(documents.length[document])
+        for start, stop in turns_of(batch.loss_mask[at:end]):
             turns.append(Turn(document, documents.tags[document], start, stop))
             offsets.append(at)
-        at += length
+        at = end
     block = drafter.settings.block_size
     places = [turn.start for turn in turns]
+    fixed = device.type == "cuda"
     while active := [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]:
         # Turns stand in the order of the batch, so their anchors are sorted.
-        anchors = torch.tensor([offsets[i] + places[i] for i in active], device=device)
-        stops = torch.tensor([offsets[i] + turns[i].stop for i in active], device=device)
+        active = active[:AT_ONCE] if fixed else active
+        missing = AT_ONCE - len(active) if fixed else 0
+        anchors = torch.tensor([offsets[i] + places[i] for i in active] + [length] * missing, device=device)
+        stops = torch.tensor([offsets[i] + turns[i].stop for i in active] + [0] * missing, device=device)
         blocks = Blocks.of(anchors, doc_start)
-        states = drafter.blocks(drafter.block_inputs(ends.embedding, tokens[anchors]), context, blocks)
+        first = tokens[anchors.clamp(max=length - 1)]
+        states = drafter.blocks(drafter.block_inputs(ends.embedding, first), context, blocks)
         best = (states[:, 1:] @ ends.lm_head.T).float().topk(2, -1)
         drafted = best.indices[..., 0]
         margins = (best.values[..., 0] - best.values[..., 1]).tolist()
         ahead = anchors[:, None] + torch.arange(1, block, device=device)
-        actual = torch.where(ahead < stops[:, None], tokens[ahead.clamp(max=used - 1)], -1)
-        for row, (i, right) in enumerate(zip(active, count_right(drafted, actual).tolist(), strict=True)):
+        actual = torch.where(ahead < stops[:, None], tokens[ahead.clamp(max=length - 1)], -1)
+        for row, (i, right) in enumerate(zip(active, count_right(drafted, actual).tolist(), strict=False)):
             turn, place = turns[i], places[i]
             produced = min(right + 1, turn.stop - 1 - place)
             turn.rounds.append(Round(place, right, produced, min(margins[row][: right + 1])))

@@ -1,0 +1,158 @@
+"""The fused LM head and loss: its time and memory beside plain chunked recomputation and the matrix products alone.
+
+    python -m bench.loss
+    python -m bench.loss --rows 1280 1536 1664 --soft-rows 640 768 832
+    python -m bench.loss --blocks 6 --block 4 --vocabulary 97 --width 32 --rows 9 --soft-rows 6      # on a CPU
+
+Forward with gradient, all in one run: hard cross entropy, soft terms (KL with expected_length), and for each the
+products that it must do, in the same chunks (two a chunk, a third for the target's logits). On a GPU times are medians
+of CUDA events after a warm-up, and memory is the peak above what was there before; on a CPU no number means much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dflash_offline.train import loss as loss_module
+from dflash_offline.train.loss import LmHead, LossSettings, TargetRows, block_loss, default_gamma, slot_weights
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+HARD = LossSettings.model_validate({})
+SOFT = LossSettings.model_validate({"cross_entropy": 0, "kl": 1, "expected_length": 1})
+
+
+def measured(work: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Median milliseconds of a call, and the GiB that it needs beside what is there."""
+    for _ in range(2):
+        work()
+    if DEVICE.type == "cpu":
+        began = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - began), 0.0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(rounds):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times), (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def recomputed(hidden: Tensor, lm_head: Tensor, labels: Tensor, weights: Tensor, rows: int) -> Tensor:
+    """The gradient of hard cross entropy as plain torch makes it without keeping logits."""
+
+    def part(states: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+        return (weight * F.cross_entropy((states @ lm_head.T).float(), label, reduction="none")).sum()
+
+    total = hidden.new_zeros((), dtype=torch.float32)
+    step = max(1, rows // labels.shape[1])
+    for first in range(0, len(hidden), step):
+        chunk = slice(first, first + step)
+        label = labels[chunk].reshape(-1)
+        weight = weights.expand(labels.shape)[chunk].reshape(-1)
+        states = hidden[chunk, 1:].reshape(len(label), -1)
+        total = total + checkpoint(part, states, label, weight, use_reentrant=False)
+    return torch.autograd.grad(total, hidden)[0]
+
+
+def products(head: LmHead, count: int, rows: int, slots: int, soft: bool) -> Callable[[], object]:
+    """The matrix products of `count` blocks alone, in chunks of so many rows."""
+    step = min(count, max(1, rows // slots))
+    vocabulary, width = head.weight.shape
+    states = torch.randn(step * slots, width, device=DEVICE, dtype=DTYPE)
+    out = torch.empty(step * slots, vocabulary, device=DEVICE)
+    # As the loss has it: each row in the first half of an fp32 row's bytes.
+    stride = vocabulary * out.element_size() // states.element_size()
+    slopes = torch.randn(step * slots, stride, device=DEVICE, dtype=DTYPE)[:, :vocabulary]
+
+    def work() -> None:
+        for first in range(0, count, step):
+            n = min(step, count - first) * slots
+            for _ in range(1 + soft):
+                head.logits(states[:n], out[:n])
+            head.back(slopes[:n])
+
+    return work
+
+
+def main() -> None:
+    """Parse and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--block", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=248_320)
+    parser.add_argument("--width", type=int, default=5120)
+    parser.add_argument("--rows", type=int, nargs="+", default=[loss_module.CHUNK_ROWS[DEVICE.type]])
+    parser.add_argument("--soft-rows", type=int, nargs="+", default=[loss_module.SOFT_CHUNK_ROWS[DEVICE.type]])
+    parser.add_argument("--plain-rows", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=10)
+    said = parser.parse_args()
+
+    torch.manual_seed(0)
+    slots = said.blocks, said.block - 1
+    hidden = torch.randn(said.blocks, said.block, said.width, device=DEVICE, dtype=DTYPE).requires_grad_()
+    head = LmHead(torch.randn(said.vocabulary, said.width, device=DEVICE, dtype=DTYPE) * 0.02)
+    labels = torch.randint(said.vocabulary, slots, device=DEVICE)
+    mask = torch.ones(slots, dtype=torch.bool, device=DEVICE)
+    final = torch.randn(8192, said.width, device=DEVICE, dtype=DTYPE)
+    target = TargetRows(final, torch.randint(len(final), slots, device=DEVICE))
+    weights = slot_weights(said.block, default_gamma(said.block), DEVICE)
+    teraflop = 2 * labels.numel() * said.vocabulary * said.width / 1e12
+
+    def loss(settings: LossSettings) -> Callable[[], Tensor]:
+        def work() -> Tensor:
+            found = block_loss(hidden, head, labels, mask, settings, target)
+            return torch.autograd.grad(found.numerator, hidden)[0]
+
+        return work
+
+    shape = f"{said.blocks} blocks of {said.block}, vocabulary {said.vocabulary}, hidden {said.width}"
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    columns = "", "rows", "ms", "TFLOP/s", "GiB", "to products", "plain to it"
+    table = Table(*columns, title=f"{shape}, {DTYPE}, {name}", title_justify="left")
+
+    def again() -> Tensor:
+        return recomputed(hidden, head.weight, labels, weights, said.plain_rows)
+
+    plain, memory = measured(again, said.rounds)
+    rate = f"{3e3 * teraflop / plain:.0f}"  # three products: the logits are made twice
+    table.add_row("plain, recomputed", str(said.plain_rows), f"{plain:.2f}", rate, f"{memory:.2f}")
+    for title, settings, rows_of, sizes in (
+        ("hard", HARD, loss_module.CHUNK_ROWS, said.rows),
+        ("soft", SOFT, loss_module.SOFT_CHUNK_ROWS, said.soft_rows),
+    ):
+        soft = settings.needs_final
+        for rows in sizes:
+            rows_of[DEVICE.type] = rows
+            alone, _ = measured(products(head, said.blocks, rows, said.block - 1, soft), said.rounds)
+            ours, memory = measured(loss(settings), said.rounds)
+            rate = (2 + soft) * 1e3 * teraflop
+            table.add_row(f"{title}, products", str(rows), f"{alone:.2f}", f"{rate / alone:.0f}")
+            table.add_row(
+                title, str(rows), f"{ours:.2f}", f"{rate / ours:.0f}", f"{memory:.2f}", f"{ours / alone:.3f}",
+                "" if soft else f"{plain / ours:.2f}",
+            )  # fmt: skip
+    Console(highlight=False).print(table)
+    ours, theirs = loss(HARD)().float(), again().float()
+    print(f"hard: the two gradients differ by {float((ours - theirs).norm() / theirs.norm()):.1e} of their norm")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What a run says of its updates, some steps behind the device: metrics, and updates that were left out.
+
+A step's numbers reach the host a little after it ran, and nobody waits for them; they are taken in the order of the
+steps, once they are there. Knows reports and metrics, nothing of data or weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..store import DflashError
+from ..store.progress import Listener
+from .metrics import Metrics
+from .step import REPORTS, Found, Report
+
+
+class TrainError(DflashError):
+    """A run that stops as it was told to; the message is for people."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update as the host saw it leave.
+
+    Attributes:
+        step: updates done, this one included.
+        documents: ids of the documents it was made from.
+        report: its numbers, on their way.
+        line: what else is to be said of the steps up to this one, or None to say nothing yet.
+    """
+
+    step: int
+    documents: Sequence[str]
+    report: Report
+    line: dict[str, float] | None
+
+
+class Journal:
+    """Takes updates in, writes lines of metrics.
+
+    Args:
+        metrics: where lines go.
+        listener: told of updates that were left out.
+        skipped: updates left out before.
+        stop: whether a gradient that is not finite ends the run.
+    """
+
+    def __init__(self, metrics: Metrics, listener: Listener, skipped: int, stop: bool) -> None:
+        self._metrics, self._listener, self._skipped, self._stop = metrics, listener, skipped, stop
+        self._pending: deque[Update] = deque()
+        self._sum: Found | None = None
+        self.note = ""
+        """The last loss, for a progress bar."""
+
+    def add(self, update: Update) -> None:
+        """Take an update in, and whatever is ready. Raises TrainError as `settle`."""
+        self._pending.append(update)
+        while self._pending and (self._pending[0].report.ready or len(self._pending) >= REPORTS):
+            self._take(self._pending.popleft())
+
+    def settle(self) -> None:
+        """Wait for all updates. Raises TrainError where one was not finite and the run is to stop for that."""
+        while self._pending:
+            self._take(self._pending.popleft())
+
+    def _take(self, update: Update) -> None:
+        found = update.report.read()
+        if found.skipped > self._skipped:
+            self._skipped = found.skipped
+            self._left_out(update, found)
+        self._sum = found if self._sum is None else self._sum + found
+        if update.line is not None:
+            numbers = self._sum.numbers()
+            line = {**numbers, **update.line, "grad_norm": found.grad_norm, "skipped_updates": found.skipped}
+            self._metrics.write(update.step, line)
+            self.note = f"loss {numbers['loss']:.3f}"
+            self._sum = None
+
+    def _left_out(self, update: Update, found: Found) -> None:
+        shown = ", ".join(update.documents[:8]) + (", ..." if len(update.documents) > 8 else "")
+        if found.denominator > 0 or not math.isfinite(found.denominator):
+            said = f"the gradient of step {update.step} was not finite (documents {shown})"
+            if self._stop:
+                raise TrainError(
+                    f"{said}: the run stops, and its last checkpoint stands; look at the data, lower train.lr, or set "
+                    "train.non_finite=skip to leave such updates out"
+                )
+            self._listener.say(f"{said}: the update was left out")
+        else:
+            self._listener.say(f"step {update.step} had nothing supervised (documents {shown}): no update was made")
