@@ -32,6 +32,7 @@ from dflash_offline.store import Batch, States
 from dflash_offline.train.drafter import Drafter, DrafterSettings
 from dflash_offline.train.flat import Flat
 from dflash_offline.train.graphs import MemoryWatch
+from dflash_offline.train.head import LmHead
 from dflash_offline.train.inputs import Ends, Inputs, buffers_for
 from dflash_offline.train.loss import LossSettings
 from dflash_offline.train.optimizer import MasterAdamW
@@ -88,8 +89,9 @@ class OurStep:
         device, dtype = ends.embedding.device, ends.embedding.dtype
         inputs = Inputs(batches[0], device, dtype)
         loss = LossSettings(gamma=shape.gamma)
-        self.optimizer = MasterAdamW(Flat(drafter), clip=1.0, weight_decay=0.0)
-        self.step = TrainStep(Forward(drafter, ends, loss, inputs, shape.anchors, 0), self.optimizer)
+        self.optimizer = MasterAdamW(Flat(drafter, accumulates=False), clip=1.0, weight_decay=0.0)
+        head = LmHead(ends.lm_head, drafter.fp8)
+        self.step = TrainStep(Forward(drafter, ends.embedding, head, loss, inputs, shape.anchors, 0), self.optimizer)
         self.reports: list[Any] = []
 
     def __call__(self) -> None:
@@ -190,9 +192,7 @@ def compare(shape: Shape, device: torch.device, fp8: bool, steps: int, plain: bo
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    base = PlainStep(shape, device, 0, dtype)
-    ends = Ends(base.embedding, base.head)
-    if plain:
+    def measure_plain(base: PlainStep) -> None:
         base.load(fresh().state_dict())
         clean()
         found: list[torch.Tensor] = []
@@ -206,7 +206,12 @@ def compare(shape: Shape, device: torch.device, fp8: bool, steps: int, plain: bo
         times["plain"] = timed(one, steps)
         losses["plain"] = [float(loss) for loss in found]
         say("plain", shape, times["plain"], peak(), parts(one) if on_gpu else {})
-    del base
+
+    both = PlainStep(shape, device, 0, dtype)
+    ends = Ends(both.embedding, both.head)
+    if plain:
+        measure_plain(both)
+    del both
     host = [stored(batch, device) for batch in batches]
     batches.clear()
     for name in ["ours, bf16"] + ["ours, fp8"] * fp8:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from .recipes import PUBLISHED, RECIPES
 from .store_cli import Json, print_json, store_app
 
 app = typer.Typer(
@@ -35,14 +36,15 @@ def init(
         list[str],
         typer.Option(help="JSONL or Parquet file, a folder of them, or one of save_to_disk; may be given again"),
     ],
+    recipe: Annotated[str, typer.Option(help=f"what to train for: {' or '.join(RECIPES)}")] = PUBLISHED,
     set_: Set = None,
     force: Annotated[bool, typer.Option(help="write over an existing dflash.toml")] = False,
 ) -> None:
     """Write dflash.toml with what the target's config implies."""
     from .init import init as run
 
-    path, info = run(Path.cwd(), target, data, set_ or [], force)
-    print(f"wrote {path} for a target of {info.num_layers} layers, hidden size {info.hidden_size}")
+    path, info = run(Path.cwd(), target, data, set_ or [], force, recipe)
+    print(f"wrote {path} ({recipe}) for a target of {info.num_layers} layers, hidden size {info.hidden_size}")
     print("next: dflash extract --gpus ..., then dflash train --gpus ...")
 
 

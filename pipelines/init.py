@@ -1,6 +1,7 @@
 """`dflash init`: a `dflash.toml` with everything the target's config implies.
 
-The drafter's shape follows published drafters and its own rules; heads and rope are never copied from the target.
+The drafter's shape follows published drafters and its own rules; heads and rope are never copied from the target. A
+recipe (`recipes.py`) goes before what is inferred, and what was said on the command line before both.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ from ..extract.data import DataError, read_rows
 from ..extract.target import TargetInfo, default_layer_ids, inspect, load_tokenizer, locate
 from .config import make_settings, parse_overrides, write_settings
 from .location import FILE, ConfigError
+from .recipes import PUBLISHED, recipe_of
 
 
 def init(
-    folder: Path, target: str, data: Sequence[str], overrides: Sequence[str], force: bool
+    folder: Path, target: str, data: Sequence[str], overrides: Sequence[str], force: bool, recipe: str = PUBLISHED
 ) -> tuple[Path, TargetInfo]:
     """Write `dflash.toml` into a folder.
 
+    Args:
+        recipe: a name in `RECIPES`.
+
     Raises:
-        ConfigError, TargetError, DataError: the file exists, target or data cannot be used, or something must be said.
+        ConfigError, TargetError, DataError: the file exists, target, data or recipe cannot be used, or something must
+            be said.
     """
-    path = folder / FILE
+    path, chosen = folder / FILE, recipe_of(recipe)
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: remove it, or pass --force to write it anew")
     if not folder.is_dir():
@@ -46,8 +52,12 @@ def init(
         "extract": {"layer_ids": layer_ids, "batch_tokens": 2048 if info.hidden_size < 1024 else 16384},
         "drafter": drafter_shape(info, layer_ids, said),
     }
-    settings = make_settings(values, overrides, "dflash init")
-    write_settings(path, settings)
+    for section, content in chosen.settings.items():
+        values[section] = {**values.get(section, {}), **content}
+    if chosen.layers:
+        values["drafter"]["layer_types"] = [chosen.layers] * len(values["drafter"]["layer_types"])
+    write_settings(path, make_settings(values, overrides, "dflash init"))
+    path.write_text(f"# Recipe {recipe}: {chosen.why}.\n{path.read_text()}")
     return path, info
 
 

@@ -4,9 +4,9 @@ Formula: slot k of a block at anchor a sees context position p when doc_start(a)
 a + k - p < W; it sees slot j of its own block always in a full layer, and in a sliding layer when |k - j| < W and, if
 causal, j <= k. Softmax over both together, scaled by head_dim ** -0.5.
 
-The plain PyTorch form here is exact and differentiable; on a GPU `kernels/anchor_attention.py` computes the same. Sorted
-anchors are the contract of both: neighbours then share most of their context, so the plain form takes anchors a few at
-a time and multiplies only the context that those can see.
+The plain PyTorch form here is exact and differentiable; on a GPU `kernels/anchor_attention.py` computes the same.
+Sorted anchors are the contract of both: neighbours then share most of their context, so the plain form takes anchors a
+few at a time and multiplies only the context that those can see.
 """
 
 from __future__ import annotations

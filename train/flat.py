@@ -6,6 +6,10 @@
 Matrices stand first, in the module's order and without gaps where their sizes are multiples of ALIGN: joined products
 (q, k, v; gate, up) rely on it. Each parameter's data and `.grad` are views, for good: captured graphs hold their
 addresses, so gradients are zeroed, never dropped. The gaps are zero and stay so. Knows nothing of drafters.
+
+Where a run makes one backward pass an update, nothing need be zeroed or added to: the first product that makes a
+matrix's gradient writes over the last update's (`begin`). That saves a fifteenth of what the optimizer moves, and the
+products a read.
 """
 
 from __future__ import annotations
@@ -22,6 +26,16 @@ BLOCK = 1024
 """Elements that the length of the matrices, and that of everything, is a multiple of."""
 
 
+def mark_stale(parameter: torch.Tensor, stale: bool) -> None:
+    """Say whether a parameter's gradient is an earlier update's, to be written over instead of added to."""
+    parameter.__dict__["stale"] = stale
+
+
+def is_stale(parameter: torch.Tensor) -> bool:
+    """Whether `mark_stale` said so last."""
+    return parameter.__dict__.get("stale", False)
+
+
 class Flat:
     """Lays out the parameters of a module that is already on its device and in its dtype.
 
@@ -29,25 +43,28 @@ class Flat:
 
     Args:
         module: all its parameters have one dtype and device; its values are kept.
-        gradients: dtype of the gradients, by default that of the weights; float32 where several backward passes add up.
+        accumulates: whether several backward passes make an update. Their gradients add up, in float32.
 
     Raises:
         ValueError: the parameters differ in dtype or device, or there are none.
     """
 
-    def __init__(self, module: nn.Module, gradients: torch.dtype | None = None) -> None:
+    def __init__(self, module: nn.Module, accumulates: bool = True) -> None:
         named = list(module.named_parameters())
         kinds = {(parameter.dtype, parameter.device) for _, parameter in named}
         if len(kinds) != 1:
             raise ValueError(f"parameters of one dtype and device are needed, not of {kinds or 'none'}")
         dtype, device = kinds.pop()
+        self.accumulates = accumulates
+        """Whether gradients are to be zero after an update."""
+        self._matrices = [parameter for _, parameter in named if parameter.ndim == 2]
         self._places: dict[str, tuple[int, torch.Size]] = {}
         self.matrices = self._place([(name, parameter) for name, parameter in named if parameter.ndim == 2], 0)
         """Elements before the first parameter that is no matrix."""
         size = self._place([(name, parameter) for name, parameter in named if parameter.ndim != 2], self.matrices)
         self.weights = torch.zeros(size, dtype=dtype, device=device)
         """`[N]`, what the module computes with."""
-        self.gradients = torch.zeros(size, dtype=gradients or dtype, device=device)
+        self.gradients = torch.zeros(size, dtype=torch.float32 if accumulates else dtype, device=device)
         """`[N]`, what backward passes add to."""
         for name, parameter in named:
             place = self.view(self.weights, name)
@@ -65,6 +82,14 @@ class Flat:
         """A parameter's part of a buffer laid out like `weights` (or like its beginning), in the parameter's shape."""
         start, shape = self._places[name]
         return buffer[start : start + math.prod(shape)].view(shape)
+
+    def begin(self) -> None:
+        """To be called before each backward pass; all matrices must have a part in it (`kernels/products.py`)."""
+        if self.accumulates:
+            return
+        self.gradients[self.matrices :].zero_()
+        for parameter in self._matrices:
+            mark_stale(parameter, True)
 
     def rest(self) -> Flat:
         """What is no matrix, as a layout of its own over the same memory."""

@@ -110,8 +110,12 @@ class Inputs:
         each = len(states) if self.final is None else len(states) // 2
         hidden = _decoded(states[:each])
         self.features.view(length, len(hidden), -1).copy_(hidden.transpose(0, 1))
+        # Padding holds what an earlier batch left there, and what is not finite spoils sums even at weight zero.
+        padding = (self.doc_start == length)[:, None]
+        self.features.masked_fill_(padding, 0)
         if self.final is not None:
             self.final.copy_(_decoded(states[each:])[0])
+            self.final.masked_fill_(padding, 0)
 
 
 def _tensors(batch: Batch) -> list[torch.Tensor]:

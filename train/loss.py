@@ -25,7 +25,7 @@ their denominator: its numerator is then multiplied by the sum of a whole block'
 
 Logits exist in fp32 for a few whole blocks at a time, and are never kept; slot 0 costs nothing, and of rows that are
 not supervised only the products are computed, for shapes are static. `kernels/loss_rows.py` and `loss_gradient.py` have
-what is done to a row. Knows nothing of anchors and batches.
+what is done to a row, `head.py` the two products. Knows nothing of anchors and batches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels.loss_gradient import slopes
+from .head import LmHead
+from .kernels.loss_gradient import coded_slopes, slopes
 from .kernels.loss_rows import hard_rows, soft_rows
 
 CHUNK_ROWS = {"cpu": 256, "cuda": 1664}
@@ -115,29 +116,6 @@ class TargetRows:
 
     final: Tensor
     positions: Tensor
-
-
-class LmHead:
-    """The two products with the frozen LM head.
-
-    Args:
-        weight: `[vocabulary, H]`, in the dtype of the hidden states.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-    def logits(self, rows: Tensor, out: Tensor) -> Tensor:
-        """Logits of rows `[n, H]` into `out`, `[n, vocabulary]` fp32, which is returned."""
-        if rows.dtype == torch.float32:
-            return torch.mm(rows, self.weight.T, out=out)
-        if rows.is_cuda:
-            return torch.mm(rows, self.weight.T, out_dtype=torch.float32, out=out)
-        return out.copy_(rows @ self.weight.T)  # a CPU's product has no other dtype than its factors'
-
-    def back(self, slopes: Tensor) -> Tensor:
-        """The gradient `[n, H]` in the rows, from the one in their logits: `[n, vocabulary]`, last stride 1."""
-        return slopes @ self.weight
 
 
 def slot_weights(block: int, gamma: float, device: torch.device) -> Tensor:
@@ -277,7 +255,8 @@ class _HeadLoss(torch.autograd.Function):
             correct += (hard.best == label).view(shape).sum(0)
             overlaps += overlap.sum(0)
             if wanted:
-                slope = slopes(z, label, hard.log_norm, soft, derivatives.flatten(1), hidden.dtype)
+                given = z, label, hard.log_norm, soft, derivatives.flatten(1)
+                slope = coded_slopes(*given) if head.fp8 else slopes(*given, hidden.dtype)
                 gradient[part, 1:] = head.back(slope).view(-1, slots, width)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct, overlaps)

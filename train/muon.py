@@ -72,7 +72,8 @@ class MasterMuon:
             for name in self._matrices:
                 gradient = self.flat.view(gradients, name).float() / denominator
                 self._update(name, gradient, float(rate) * self._ratio)
-        gradients.zero_()
+        if self.flat.accumulates:
+            gradients.zero_()
         return torch.stack([norm, rest]).norm()
 
     def _update(self, name: str, gradient: torch.Tensor, rate: float) -> None:

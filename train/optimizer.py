@@ -54,7 +54,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, rate: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
-        """One update from the accumulated gradients, which are zeroed.
+        """One update from the accumulated gradients, which are zeroed if more are to be added to them.
 
         Args:
             rate: learning rate, fp32 scalar.
@@ -77,7 +77,7 @@ class MasterAdamW:
         scalars = torch.stack([good.double(), scale, pace, 1 - beta2**count, 1 - rate.double() * self._decay])
         adamw(
             self.masters, self.first, self.second, flat.gradients, flat.weights, scalars.float(), flat.matrices,
-            self._betas, self._eps,
+            self._betas, self._eps, flat.accumulates,
         )  # fmt: skip
         return norm.float()
 

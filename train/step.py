@@ -17,8 +17,9 @@ from .anchors import draw_anchors, supervision
 from .attention import Blocks
 from .drafter import Drafter
 from .graphs import captured
-from .inputs import Ends, Inputs
-from .loss import BlockLoss, LmHead, LossSettings, TargetRows, block_loss
+from .head import LmHead
+from .inputs import Inputs
+from .loss import BlockLoss, LossSettings, TargetRows, block_loss
 from .muon import MasterMuon
 from .optimizer import MasterAdamW
 
@@ -93,7 +94,8 @@ class Forward:
 
     Args:
         drafter: on its device, in the dtype to compute in.
-        ends: the target's.
+        embedding: `[vocabulary, H]`, the target's.
+        head: the target's.
         loss: terms and weights.
         inputs: the fixed buffers that batches come in.
         anchors: blocks a micro-batch.
@@ -101,11 +103,18 @@ class Forward:
     """
 
     def __init__(
-        self, drafter: Drafter, ends: Ends, loss: LossSettings, inputs: Inputs, anchors: int, seed: int
+        self,
+        drafter: Drafter,
+        embedding: torch.Tensor,
+        head: LmHead,
+        loss: LossSettings,
+        inputs: Inputs,
+        anchors: int,
+        seed: int,
     ) -> None:
         self.inputs, self.drafter = inputs, drafter
-        self._ends, self._loss, self._anchors, self._seed = ends, loss, anchors, seed
-        self._head = LmHead(ends.lm_head)
+        self._embedding, self._head, self._loss = embedding, head, loss
+        self._anchors, self._seed = anchors, seed
         block = drafter.settings.block_size
         # Numerator, denominator, then correct, supervised and overlap by slot.
         self.sums = torch.zeros(2 + 3 * (block - 1), device=inputs.device)
@@ -118,7 +127,7 @@ class Forward:
         anchors = draw_anchors(mask, doc_start, self._seed, inputs.number, self._anchors)
         labels, supervised = supervision(anchors, tokens, mask, doc_start, block)
         context = drafter.context(inputs.features, torch.arange(len(tokens), device=inputs.device) - doc_start)
-        embedded = drafter.block_inputs(self._ends.embedding, tokens[anchors.clamp(max=last)])
+        embedded = drafter.block_inputs(self._embedding, tokens[anchors.clamp(max=last)])
         hidden = drafter.blocks(embedded, context, Blocks.of(anchors, doc_start))
         target = None
         if inputs.final is not None and self._loss.needs_final:
@@ -217,6 +226,7 @@ class TrainStep:
         return Report(slot if done else slot.clone(), done)
 
     def _backward(self) -> None:
+        self._optimizer.flat.begin()
         found = self._forward.loss()
         found.numerator.backward()
         self._denominator += found.denominator

@@ -44,6 +44,7 @@ from .evaluate.summary import accepted_length
 from .evaluate.walk import walk
 from .flat import Flat
 from .graphs import MemoryWatch
+from .head import LmHead
 from .inputs import Ends, Inputs, buffers_for
 from .journal import Journal, Update
 from .loss import LossSettings
@@ -163,7 +164,7 @@ class Trainer:
         self._drafter = Drafter.empty(drafter, store.identity.hidden_size, device, dtype)
         self._drafter.reset(settings.seed)
         self._drafter.fp8 = settings.dtype == "fp8"
-        flat = Flat(self._drafter, torch.float32 if settings.accumulate > 1 else None)
+        flat = Flat(self._drafter, accumulates=settings.accumulate > 1)
         clip, decay = settings.clip, settings.weight_decay
         self._optimizer: MasterAdamW | MasterMuon
         if settings.optimizer == "muon":
@@ -189,8 +190,9 @@ class Trainer:
         inputs = self._inputs(settings.tokens, device, dtype)
         same = self._budget == settings.tokens
         aside = inputs if same else self._inputs(self._budget, device, dtype)
-        trained = Forward(self._drafter, self._ends, loss, inputs, settings.anchors, settings.seed)
-        measured = Forward(self._drafter, self._ends, loss, aside, settings.anchors, VALIDATION_SEED)
+        fixed = self._drafter, self._ends.embedding, LmHead(self._ends.lm_head, self._drafter.fp8), loss
+        trained = Forward(*fixed, inputs, settings.anchors, settings.seed)
+        measured = Forward(*fixed, aside, settings.anchors, VALIDATION_SEED)
         self._step = TrainStep(trained, self._optimizer, measured)
         if device.type == "cuda":
             walk(self._drafter, self._ends, store, heldout.first(1), self._budget)  # so that its memory is taken now

@@ -39,7 +39,7 @@ def test_init_writes_what_the_target_implies(folder: Path) -> None:
 
 def test_written_settings_read_back(folder: Path) -> None:
     settings = load_settings(
-        folder, ["train.gamma=2.5", "data.limit=7", 'extract.last_layer="pre"', "drafter.is_causal=false"]
+        folder, ["loss.gamma=2.5", "data.limit=7", 'extract.last_layer="pre"', "drafter.is_causal=false"]
     )
     write_settings(folder / "dflash.toml", settings)
     assert load_settings(folder, []) == settings

@@ -25,6 +25,7 @@ from dflash_offline.train.checkpoint import (
     settings_from_config,
 )
 from dflash_offline.train.drafter import Drafter, DrafterSettings
+from dflash_offline.train.inputs import side_by_side
 
 
 def drafter_settings(**changes: Any) -> DrafterSettings:

@@ -150,16 +150,16 @@ class Guesser:
     def parameters(self) -> Any:
         return iter([self._parameter])
 
-    def context(self, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
-        self.seen.append(hidden)
-        return [(positions.float()[:, None, None], positions.float()[:, None, None])]
+    def context(self, features: torch.Tensor, positions: torch.Tensor) -> Any:
+        self.seen.append(features)
+        return [positions.float()[:, None, None]]
 
     def block_inputs(self, embedding: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1, self._block, 1)
 
     def blocks(self, embedded: torch.Tensor, context: Any, blocks: Blocks) -> torch.Tensor:
         anchor = int(blocks.anchors[0])
-        assert context[0][0].flatten().tolist() == list(range(anchor))  # every position before the anchor, once
+        assert context[0].flatten().tolist() == list(range(anchor))  # every position before the anchor, once
         right = self._rights.pop(0)
         states = torch.zeros(1, self._block, self._vocabulary)
         for k in range(1, self._block):
@@ -188,7 +188,7 @@ def test_text_and_states_are_the_targets_own_whatever_is_accepted(kind: str, req
     assert sum(r.produced for r in fast.rounds) == 59
     text = torch.tensor([[*prompt, *plain.tokens]])
     alone = model(input_ids=text, output_hidden_states=True).hidden_states
-    seen = torch.cat(guesser.seen, 1)
+    seen = torch.cat(guesser.seen).unflatten(1, (2, -1)).transpose(0, 1)
     for row, layer in enumerate((1, 5)):
         exact = alone[layer + 1][0, : seen.shape[1]]
         assert (seen[row][: len(exact)] - exact).norm() / exact.norm() < 2**-8

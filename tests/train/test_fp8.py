@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import some_codes
 from test_drafter import drafter_settings
+from test_trainer import loss_settings
 
 from dflash_offline.store import TRAIN, BatchStream, Store
 from dflash_offline.store.copy import copy_store

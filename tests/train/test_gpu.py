@@ -23,6 +23,7 @@ from dflash_offline.store.progress import SILENT
 from dflash_offline.train.anchors import draw_anchors
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.flat import Flat
+from dflash_offline.train.head import LmHead
 from dflash_offline.train.inputs import Ends, Inputs
 from dflash_offline.train.optimizer import MasterAdamW
 from dflash_offline.train.step import Forward, TrainStep
@@ -48,7 +49,8 @@ def losses_and_gradients(store: Store, device: str) -> list[torch.Tensor]:
     drafter.reset(0)
     flat = Flat(drafter)
     inputs = Inputs(Batch.empty(store, 512, 2, False), torch.device(device), torch.float32)
-    forward = Forward(drafter, Ends.beside(load_head(store), drafter), loss_settings(gamma=3.0), inputs, 64, 0)
+    ends = Ends.beside(load_head(store), drafter)
+    forward = Forward(drafter, ends.embedding, LmHead(ends.lm_head), loss_settings(gamma=3.0), inputs, 64, 0)
     step = TrainStep(forward, MasterAdamW(flat, clip=1.0, weight_decay=0))
     losses = []
     with BatchStream(store, documents, groups, 512, store.layer_indices((1, 5))) as stream:

@@ -8,14 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from losses import SETTINGS, TERMS, assert_exact, case, exact_loss, named
+from losses import SETTINGS, TERMS, assert_exact, assert_near_in_fp8, case, decoded, exact_loss, named
 from losses import settings as loss_settings
 from pydantic import ValidationError
 
+from dflash_offline.store import DflashError
 from dflash_offline.train import loss as loss_module
-from dflash_offline.train.kernels.loss_gradient import slopes
+from dflash_offline.train.head import LmHead
+from dflash_offline.train.kernels.loss_gradient import coded_slopes, slopes, slopes_reference
 from dflash_offline.train.kernels.loss_rows import hard_rows, soft_rows
-from dflash_offline.train.loss import LmHead, LossSettings, block_loss, default_gamma, slot_weights
+from dflash_offline.train.loss import LossSettings, block_loss, default_gamma, slot_weights
 
 
 @pytest.fixture(params=[1, 9, 10_000])
@@ -136,6 +138,76 @@ def test_bfloat16_is_near() -> None:
         assert gradient.dtype == torch.bfloat16
         assert float((gradient.double() - true.gradient).norm() / true.gradient.norm()) < 0.03
         assert found.numerator.item() == pytest.approx(float(true.numerator), rel=0.02)
+
+
+@pytest.mark.parametrize("said", SETTINGS, ids=named)
+def test_an_lm_head_in_fp8_is_near(said: LossSettings) -> None:
+    assert_near_in_fp8(case(9, 5, 48), said)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("said", [SETTINGS[0], SETTINGS[-1]], ids=named)
+def test_fp8_leaves_alone_what_is_not_supervised(said: LossSettings) -> None:
+    some = case(6, 5, 32)
+    (once,) = torch.autograd.grad(some.loss(said, fp8=True).numerator, some.hidden)
+    with torch.no_grad():
+        some.hidden[:, 1:][~some.mask] = math.nan
+        some.hidden[:, 0] = math.nan
+    found = some.loss(said, fp8=True)
+    (gradient,) = torch.autograd.grad(found.numerator, some.hidden)
+    assert torch.equal(gradient, once)
+    nothing = case(3, 4, 16, supervised=False)
+    found = nothing.loss(said, fp8=True)
+    (gradient,) = torch.autograd.grad(found.numerator, nothing.hidden)
+    assert found.numerator.item() == 0
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.6])
+def test_codes_hold_what_their_format_can(scale: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, target = 4 * torch.randn(2, 7, 300, generator=generator)
+    labels = torch.randint(300, (7,), generator=generator)
+    labels[3] = -1
+    logits[4, labels[4]] = 30.0  # right, and sure of it
+    weights = torch.rand(3, 7, generator=generator)
+    weights[:, 5] = 0
+    weights[:2, 6], weights[2, 6] = 0, 1e20  # as where lk_log finds no overlap
+    hard = hard_rows(logits, labels)
+    soft = None if scale is None else soft_rows(logits, target, labels, scale, hard)
+    true = slopes_reference(logits.double(), labels, hard.log_norm, soft, weights.double())
+    found = coded_slopes(logits.clone(), labels, hard.log_norm, soft, weights)
+    values = found.rows.codes.double() * found.rows.scales.double()[:, None]
+    label = labels.clamp(min=0)[:, None]
+    size = true.abs().amax(1)
+    assert not values.gather(1, label).any()
+    assert ((found.own - true.gather(1, label)[:, 0]).abs() <= 1e-5 * size).all()
+    true.scatter_(1, label, 0)
+    # Two bits of mantissa: an eighth at most, or half of the smallest step; and what rounding in fp32 does.
+    bound = found.rows.scales.double()[:, None] * torch.finfo(torch.float8_e5m2).max
+    assert ((values - true).abs() <= true.abs() / 8 + bound * (2**-17 / 57344 + 1e-5)).all()
+    assert (true.abs() <= bound * (1 + 1e-5)).all()
+    assert not values[[3, 5]].any()
+    assert torch.isfinite(values).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_head_multiplies_as_torch_does_and_in_fp8_as_its_codes(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(n, 32, generator=generator).to(dtype) for n in (48, 5))
+    slope = torch.randn(5, 48, generator=generator)
+    plain, coded = LmHead(weight), LmHead(weight, fp8=True)
+    assert torch.equal(plain.logits(rows, torch.empty(5, 48)), (rows @ weight.T).float())
+    assert torch.equal(plain.back(slope.to(dtype)), slope.to(dtype) @ weight)
+    expected = decoded(rows) @ decoded(weight).T
+    torch.testing.assert_close(coded.logits(rows, torch.empty(5, 48)).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_fp8_head_says_which_sizes_it_takes() -> None:
+    for shape in ((40, 16), (16, 24)):
+        with pytest.raises(DflashError, match="multiples of 16; this one has " + " and ".join(map(str, shape))):
+            LmHead(torch.zeros(shape), fp8=True)
+    assert not LmHead(torch.zeros(40, 24)).fp8
 
 
 def test_gamma_and_weights_are_as_published() -> None:

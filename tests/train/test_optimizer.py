@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_drafter import drafter_settings
 from torch import nn
 
+from dflash_offline.train.attention import Blocks
 from dflash_offline.train.drafter import Drafter, DrafterSettings
 from dflash_offline.train.flat import ALIGN, BLOCK, Flat
 from dflash_offline.train.muon import MasterMuon
@@ -106,7 +108,7 @@ def test_flat_refuses_parameters_of_several_dtypes() -> None:
 
 def test_gradients_in_fp32_add_up_in_place_under_bf16_weights() -> None:
     module = model(torch.bfloat16)
-    flat = Flat(module, torch.float32)
+    flat = Flat(module)
     at = flat.gradients.data_ptr()
     for _ in range(300):
         sum((p.sum() for p in module.parameters()), torch.zeros(())).backward()
@@ -249,3 +251,25 @@ def test_muon_is_torchs_own_but_for_rounding() -> None:
     for mine, other, start in zip(ours, theirs, before, strict=True):
         # bfloat16 keeps 8 bits, through fifteen products.
         assert (mine - other).norm() < 0.05 * (other - start).norm()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_gradients_written_over_are_those_that_are_added_to_zeros(optimizer: str) -> None:
+    """One backward pass an update: what the last update left in the gradients must not be seen."""
+    found = []
+    for accumulates in (True, False):
+        drafter = Drafter(drafter_settings(), 32)
+        drafter.reset(0)
+        flat = Flat(drafter, accumulates)
+        step = optimizer_of(optimizer, flat)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            flat.begin()
+            context = drafter.context(torch.randn(20, 64, generator=generator), torch.arange(20))
+            where = Blocks(torch.tensor([3, 9, 15]), torch.tensor([0, 0, 0]))
+            drafter.blocks(torch.randn(3, 4, 32, generator=generator), context, where).square().sum().backward()
+            step.step(torch.tensor(0.01), torch.tensor(2.0))
+        assert bool(flat.gradients.any()) != accumulates
+        found.append({name: tensor.clone() for name, tensor in step.state().items()})
+    for name, tensor in found[0].items():
+        assert torch.equal(found[1][name], tensor), name

@@ -17,10 +17,11 @@ from tiny import write_data
 
 from dflash_offline.extract.run import Prepared
 from dflash_offline.store import HELDOUT, TRAIN, Batch, BatchStream, Store, StoreError, load_head, open_store, pack
-from dflash_offline.store.progress import SILENT
+from dflash_offline.store.progress import SILENT, Listener
 from dflash_offline.train.checkpoint import CheckpointError, checkpoints
 from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.flat import Flat
+from dflash_offline.train.head import LmHead
 from dflash_offline.train.inputs import Ends, Inputs
 from dflash_offline.train.loss import LossSettings
 from dflash_offline.train.optimizer import MasterAdamW
@@ -51,10 +52,11 @@ def trainer(
     folder: Path,
     drafter: dict[str, Any] | None = None,
     loss: dict[str, Any] | None = None,
+    listener: Listener = SILENT,
     **changes: Any,
 ) -> Trainer:
     shape, cpu = drafter_settings(**(drafter or {})), torch.device("cpu")
-    return Trainer(store, shape, loss_settings(**(loss or {})), train_settings(**changes), folder, cpu, SILENT)
+    return Trainer(store, shape, loss_settings(**(loss or {})), train_settings(**changes), folder, cpu, listener)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -66,11 +68,21 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
 
 
-@pytest.mark.parametrize(("accumulate", "optimizer"), [(1, "adamw"), (3, "adamw"), (1, "muon")])
+@pytest.mark.parametrize(
+    ("accumulate", "optimizer", "loss"),
+    [
+        (1, "adamw", {}),
+        (3, "adamw", {}),
+        (1, "muon", {}),
+        (3, "adamw", {"cross_entropy": 0, "kl": 1, "expected_length": 1}),
+        (3, "adamw", {"lk_mixed": 1, "weights": "dpace"}),
+        (3, "adamw", {"total_variation": 1, "weights": "none"}),
+    ],
+)
 def test_resumed_at_any_step_the_run_ends_bit_identical(
-    accumulate: int, optimizer: str, filled: Store, tmp_path: Path
+    accumulate: int, optimizer: str, loss: dict[str, Any], filled: Store, tmp_path: Path
 ) -> None:
-    changes = {"accumulate": accumulate, "optimizer": optimizer}
+    changes = {"accumulate": accumulate, "optimizer": optimizer, "loss": loss}
     whole = trainer(filled, tmp_path / "whole", **changes).run()
     expected = load_file(whole / "training" / "optimizer.safetensors")
     saved = checkpoints(tmp_path / "whole" / "checkpoints")
@@ -160,7 +172,8 @@ def test_accumulated_micro_batches_make_the_update_of_their_union(filled: Store)
         chosen, budget = ([[i for group in groups for i in group]], 768) if together else (groups, 256)
         inputs = Inputs(Batch.empty(filled, budget, 2, False), torch.device("cpu"), torch.float32)
         # 800 anchors: every eligible one is drawn.
-        forward = Forward(drafter, Ends.beside(head, drafter), loss_settings(gamma=3.0), inputs, 800, 0)
+        ends = Ends.beside(head, drafter)
+        forward = Forward(drafter, ends.embedding, LmHead(ends.lm_head), loss_settings(gamma=3.0), inputs, 800, 0)
         step = TrainStep(forward, MasterAdamW(flat, clip=1e9, weight_decay=0))
         with BatchStream(filled, documents, chosen, budget, layers) as stream:
             for number, batch in enumerate(stream):
@@ -172,6 +185,16 @@ def test_accumulated_micro_batches_make_the_update_of_their_union(filled: Store)
 
     for apart, union in zip(gradients(False), gradients(True), strict=True):
         torch.testing.assert_close(apart, union, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("accumulate", "kind"), [(1, torch.bfloat16), (2, torch.float32)])
+def test_gradients_that_add_up_do_so_in_fp32(accumulate: int, kind: torch.dtype, filled: Store, tmp_path: Path) -> None:
+    run = trainer(filled, tmp_path / "run", dtype="bfloat16", accumulate=accumulate, epochs=1)
+    assert {p.grad.dtype for p in run._drafter.parameters() if p.grad is not None} == {kind}
+    assert {p.dtype for p in run._drafter.parameters()} == {torch.bfloat16}
+    run.run()
+    losses = [row["loss"] for row in metrics(tmp_path / "run") if "loss" in row]
+    assert losses[-1] < losses[0]
 
 
 def test_a_document_longer_than_a_batch_is_refused_by_name(filled: Store, tmp_path: Path) -> None:

@@ -5,9 +5,9 @@
     w  = w * keep - pace * m / (sqrt(v / correction) + eps)
 
 with keep = 1 - rate * decay for matrices and 1 for the rest, pace = rate / (1 - beta1^t), correction = 1 - beta2^t. A
-pass reads and writes w, m and v in fp32, reads the gradient and leaves zeros there, and writes w once more in the dtype
-that the model computes in: 30 bytes a weight in bfloat16, at the memory's rate. Nothing waits for the host: what
-changes from update to update is read from the device, and so is whether the update is good at all.
+pass reads and writes w, m and v in fp32, reads the gradient, leaves zeros there if more is to be added to them, and
+writes w once more in the dtype that the model computes in: 28 bytes a weight in bfloat16, at the memory's rate. Nothing
+waits for the host: what changes from update to update is read from the device, and so is whether an update is good.
 
 The norm has two stages whose shapes depend on the length alone, and no atomics, so it is the same bits each time.
 """
@@ -39,22 +39,25 @@ def adamw(
     matrices: int,
     betas: tuple[float, float],
     eps: float,
+    zero: bool = True,
 ) -> None:
-    """One update, in place; the gradient is zero afterwards.
+    """One update, in place.
 
     Args:
         masters, first, second: `[N]` fp32, the weights and their moments.
         gradients: `[N]` bf16 or fp32.
         weights: `[N]`, the masters in the dtype to compute in; written only.
-        scalars: `[5]` fp32: good, scale, pace, correction, keep. If good is zero only the gradient is written.
+        scalars: `[5]` fp32: good, scale, pace, correction, keep. If good is zero only the gradient is written, if that.
         matrices: elements that weights decay in, from the first.
+        zero: leave zeros in the gradient.
     """
     if not fused(masters):
-        return adamw_reference(masters, first, second, gradients, weights, scalars, matrices, betas, eps)
+        return adamw_reference(masters, first, second, gradients, weights, scalars, matrices, betas, eps, zero)
     size = masters.numel()
     launch(
         _adamw, (triton.cdiv(size, BLOCK),),
-        masters, first, second, gradients, weights, scalars, size, matrices, *betas, eps, BLOCK, num_warps=8,
+        masters, first, second, gradients, weights, scalars, size, matrices, *betas, eps, zero, BLOCK,
+        num_warps=8,
     )  # fmt: skip
 
 
@@ -68,6 +71,7 @@ def adamw_reference(
     matrices: int,
     betas: tuple[float, float],
     eps: float,
+    zero: bool = True,
 ) -> None:
     """The same in plain torch, on any device; waits for the host."""
     good, scale, pace, correction, keep = scalars.tolist()
@@ -78,7 +82,8 @@ def adamw_reference(
         masters[:matrices].mul_(keep)
         masters.addcdiv_(first, torch.div(second, correction, out=scaled).sqrt_().add_(eps), value=-pace)
         weights.copy_(masters)
-    gradients.zero_()
+    if zero:
+        gradients.zero_()
 
 
 def squared_norm(x: Tensor) -> Tensor:
@@ -99,7 +104,7 @@ def squared_norm_reference(x: Tensor) -> Tensor:
 @triton.jit
 def _adamw(
     masters, first, second, gradients, weights, scalars, size, matrices, beta1: tl.constexpr, beta2: tl.constexpr,
-    eps: tl.constexpr, block: tl.constexpr,
+    eps: tl.constexpr, zero: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     good, scale, pace = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     correction, keep = tl.load(scalars + 3), tl.load(scalars + 4)
@@ -120,7 +125,8 @@ def _adamw(
         tl.store(second + at, v, mask=inside)
         tl.store(masters + at, master, mask=inside)
         tl.store(weights + at, master.to(weights.dtype.element_ty), mask=inside)
-    tl.store(gradients + at, tl.zeros([block], gradients.dtype.element_ty), mask=inside)
+    if zero:
+        tl.store(gradients + at, tl.zeros([block], gradients.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,12 +1,16 @@
 """What the attention kernels share: which rows a program has, what each sees, and how tiles are sized.
 
 A row is one query: a slot of a block under one query head. The rows of one key-value head are counted block by block,
-head by head, slot by slot, so the rows of a tile share the keys it loads; a tile may begin and end inside a block.
+slot by slot, head by head: as they lie in memory, and so that the rows of a tile share the keys it loads. A tile takes
+whole slots, and may begin and end inside a block.
 """
+
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# What a kernel's arguments are when it is compiled is not what their annotations tell a type checker.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -31,55 +35,58 @@ class Tiling:
     warps: int
     stages: int
 
-    def own_keys(self, block: int, per: int) -> int:
+    def step(self, share: int) -> int:
+        """Rows that a tile takes, those of whole slots with `share` heads each; the others of the tile are idle."""
+        return self.rows // share * share
+
+    def own_keys(self, block: int, share: int) -> int:
         """Own keys that a tile of rows may meet, padded to what a matrix product takes."""
-        whole = self.rows % per == 0 or per % self.rows == 0
-        blocks = max(1, self.rows // per) if whole else (self.rows - 2) // per + 2
+        slots = self.rows // share
+        whole = slots % block == 0 or block % slots == 0
+        blocks = max(1, slots // block) if whole else (slots - 2) // block + 2
         return max(16, triton.next_power_of_2(blocks * block))
 
 
-def tiling(kind: str, dtype: torch.dtype, dim: int) -> Tiling:
-    """The tiling of a kernel, chosen by measurement on an H200 (docs/kernels.md), never at run time.
+def tiling(kind: str, dtype: torch.dtype, dim: int, share: int) -> Tiling:
+    """The tiling of a kernel: fixed, never picked at run time; up to a head of 128 by measurement (docs/kernels.md).
 
     Args:
         kind: "forward", "queries", "own" or "context": the gradients of queries, own keys and the context.
         dtype: of the inputs. float32 is for tests: small tiles.
         dim: head dimension.
+        share: query heads of a key-value head.
     """
+    cut = _tiling(kind, dtype, dim)
+    return replace(cut, rows=max(cut.rows, triton.next_power_of_2(share)))
+
+
+def _tiling(kind: str, dtype: torch.dtype, dim: int) -> Tiling:
     if dtype == torch.float32:
         return Tiling(16, 16, 4, 1)
     if dim > 128:
         return {
-            "forward": Tiling(128, 32, 8, 2),
+            "forward": Tiling(64, 32, 8, 2),
             "queries": Tiling(64, 32, 8, 2),
             "own": Tiling(32, 16, 4, 1),
             "context": Tiling(32, 64, 8, 2),
         }[kind]
     return {
-        "forward": Tiling(128, 64, 8, 3),
+        "forward": Tiling(64, 32, 4, 3),
         "queries": Tiling(64, 64, 4, 2),
-        "own": Tiling(64, 16, 4, 1),
-        "context": Tiling(64, 64, 4, 2),
+        "own": Tiling(32, 16, 4, 2),
+        "context": Tiling(32, 64, 4, 3),
     }[kind]
 
 
 @triton.jit
-def places(anchors, starts, row, total, window, block: tl.constexpr, per: tl.constexpr, windowed: tl.constexpr):
-    """Of rows, whether they exist (are among `total`) and the context they see: low <= p < high, or low = high."""
-    exists = row < total
-    high = tl.load(anchors + row // per, mask=exists, other=0).to(tl.int32)
-    low = tl.load(starts + row // per, mask=exists, other=0).to(tl.int32)
+def places(anchors, starts, row, exists, window, block: tl.constexpr, share: tl.constexpr, windowed: tl.constexpr):
+    """The context that rows see: low <= p < high, or low = high where they see none or do not exist."""
+    number = row // (block * share)
+    high = tl.load(anchors + number, mask=exists, other=0).to(tl.int32)
+    low = tl.load(starts + number, mask=exists, other=0).to(tl.int32)
     if windowed:
-        low = tl.maximum(low, high + row % block - window + 1)
-    return exists, tl.minimum(low, high), high
-
-
-@triton.jit
-def addresses(row, kv, heads, kv_heads, block: tl.constexpr, per: tl.constexpr):
-    """Of rows, their head's place in `[A, B, heads]` and in `[A, B, heads + 2 * kv_heads]`, counted in heads."""
-    line = (row // per).to(tl.int64) * block + row % block
-    head = kv * (per // block) + row % per // block
-    return line * heads + head, line * (heads + 2 * kv_heads) + head
+        low = tl.maximum(low, high + row // share % block - window + 1)
+    return tl.minimum(low, high), high
 
 
 @triton.jit
@@ -100,17 +107,17 @@ def span(exists, low, high, keys: tl.constexpr):
 
 
 @triton.jit
-def own_mask(row, key, total, window, block: tl.constexpr, per: tl.constexpr, windowed: tl.constexpr,
+def own_mask(row, key, exists, window, block: tl.constexpr, share: tl.constexpr, windowed: tl.constexpr,
              causal: tl.constexpr):  # fmt: skip
-    """Which own keys rows see; `row` and `key` broadcast. Keys are counted block by block, slot by slot.
+    """Which own keys rows see; `row`, `exists` and `key` broadcast. Keys are counted block by block, slot by slot.
 
     Rows that do not exist see all, so that nothing becomes NaN.
     """
-    see = (row // per) == (key // block)
+    slot = row // share
+    see = slot // block == key // block
     if windowed:
-        gap = row % block - key % block
         if causal:
-            see = see & (gap >= 0) & (gap < window)
+            see = see & (slot >= key) & (slot < key + window)
         else:
-            see = see & (gap < window) & (gap > -window)
-    return see | (row >= total)
+            see = see & (slot < key + window) & (slot > key - window)
+    return see | (exists == 0)

@@ -21,8 +21,16 @@ from torch import Tensor
 
 from .launch import fused, launch
 
-TILE = 4096
-"""Logits that a program takes at a time."""
+TILE = 2048
+"""Logits that a program takes at a time: 8 a thread, so that what it keeps of each lane fits 48 to 64 registers."""
+STAGES = 4
+"""Tiles that a program has in hand: one at work, the others on their way to shared memory; 1 reads none ahead.
+
+Compiled for an H100 or H200 (sm_90), a loop that reads nothing ahead has each load of 16 bytes right before its use,
+however many of them an iteration holds, so that a thread waits with 16 bytes on their way; the memory of an H200 needs
+some 25 KB a multiprocessor. Reading ahead are copies to shared memory (cp.async, 16 bytes a thread), 8 KB a tile: with
+4, `_hard_rows` keeps up to 120 KB on their way (5 programs of 48 registers a thread), `_soft_rows`, which reads two
+rows, up to 192 (4 programs of 55). `bench/loss.py --stages` measures it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,9 @@ def hard_rows(logits: Tensor, labels: Tensor, scale: float = 1.0) -> HardRows:
     count, width = logits.shape
     log_norm, chosen = logits.new_zeros(2, count)
     best = torch.zeros(count, dtype=torch.int32, device=logits.device)
-    launch(_hard_rows, (count,), logits, labels, log_norm, best, chosen, width, scale, **tiles(width))
+    launch(
+        _hard_rows, (count,), logits, labels, log_norm, best, chosen, width, scale, stages=STAGES, **tiles(width, TILE)
+    )  # fmt: skip
     return HardRows(log_norm, best, chosen)
 
 
@@ -96,7 +106,7 @@ def soft_rows(logits: Tensor, target: Tensor, labels: Tensor, scale: float, hard
         found = logits.new_zeros(3, count)
         launch(
             _soft_rows, (count,), logits, target, labels, log_norm, target_log_norm, found, count, width, scale,
-            **tiles(width),
+            stages=STAGES, **tiles(width, TILE),
         )  # fmt: skip
     else:
         found = soft_rows_reference(logits, target, labels, scale, log_norm, target_log_norm)
@@ -115,14 +125,16 @@ def soft_rows_reference(
     return found.where(labels >= 0, 0)
 
 
-def tiles(width: int) -> dict[str, int]:
-    """How a program walks a row of that width: a kernel's `block`, and its warps."""
-    block = min(TILE, triton.next_power_of_2(width))
+def tiles(width: int, most: int) -> dict[str, int]:
+    """How a program walks a row of that width, at most so many numbers at a time: a kernel's `block`, and its warps."""
+    block = min(most, triton.next_power_of_2(width))
     return {"block": block, "num_warps": 8 if block >= 2048 else 4}
 
 
 @triton.jit
-def _hard_rows(logits, labels, log_norm, best, chosen, width, scale, block: tl.constexpr):
+def _hard_rows(
+    logits, labels, log_norm, best, chosen, width, scale, block: tl.constexpr, stages: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     if label < 0:
@@ -132,26 +144,27 @@ def _hard_rows(logits, labels, log_norm, best, chosen, width, scale, block: tl.c
     # Below any logit, and yet not -inf: a difference of two infinities would be no number.
     largest = tl.full([block], -1e38, tl.float32)
     total = tl.zeros([block], tl.float32)
-    place = tl.zeros([block], tl.int32)
-    for start in range(0, width, block):
-        at = start + column
-        value = tl.load(source + at, mask=at < width, other=-float("inf"))
+    place = tl.zeros([block], tl.int32)  # where the tile of the largest begins
+    fall = -1.4426950408889634 * scale  # exp(-s x) = 2^(x fall)
+    for start in tl.range(0, width, block, num_stages=stages):  # pyright: ignore[reportGeneralTypeIssues]
+        value = tl.load(source + start + column, mask=start + column < width, other=-float("inf"))
         above = value > largest
         # One exponential serves both cases: it scales the sum when the maximum moves, and is the new term otherwise.
-        shrink = tl.exp(-tl.abs(value - largest) * scale)
+        shrink = tl.exp2(tl.abs(value - largest) * fall)
         total = tl.where(above, total * shrink + 1, total + shrink)
-        place = tl.where(above, at, place)
+        place = tl.where(above, start, place)
         largest = tl.where(above, value, largest)
     top = tl.max(largest, 0)
     norm = top * scale + tl.log(tl.sum(total * tl.exp((largest - top) * scale), 0))
     tl.store(log_norm + row, norm)
-    tl.store(best + row, tl.min(tl.where(largest == top, place, width), 0))
+    tl.store(best + row, tl.min(tl.where(largest == top, place + column, width), 0))
     tl.store(chosen + row, tl.load(source + label))
 
 
 @triton.jit
 def _soft_rows(
-    logits, target, labels, log_norm, target_log_norm, found, count, width, scale, block: tl.constexpr
+    logits, target, labels, log_norm, target_log_norm, found, count, width, scale,
+    block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(labels + row) < 0:
@@ -161,7 +174,7 @@ def _soft_rows(
     overlap = tl.zeros([block], tl.float32)
     divergence = tl.zeros([block], tl.float32)
     below = tl.zeros([block], tl.float32)
-    for start in range(0, width, block):
+    for start in tl.range(0, width, block, num_stages=stages):  # pyright: ignore[reportGeneralTypeIssues]
         at = start + column
         inside = at < width
         log_q = tl.load(logits + row * width + at, mask=inside, other=0) * scale - drafter_norm

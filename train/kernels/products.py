@@ -4,7 +4,8 @@
 
 W is several parameters one below the other, one wide product instead of some narrow ones. Parameters that lie one right
 after another in memory, as a run's flat buffer has them, are joined without a copy, and so are their gradients. dW is
-added into the gradients that are there by the product itself, so it needs no room of its own and no pass to add it.
+added into the gradients that are there by the product itself, so it needs no room of its own and no pass to add it; it
+is written over a gradient that is marked as an earlier update's (`flat.py`).
 
     fp8:  y = (x8 W8^T) * sx * sw        dx = (dy8 W8') * sdy * s        x8, W8 and W8' e4m3, dy8 e5m2
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...store import DflashError
+from ..flat import is_stale, mark_stale
 from .quantise import E5M2, Rows, quantise, quantise_transposed
 
 MULTIPLE = 16
@@ -78,18 +80,26 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
-def scaled_product(a: Rows, b: Rows, dtype: torch.dtype) -> Tensor:
-    """`[n, m]` of `[n, k]` and `[m, k]` in fp8: (a b^T) * scales of a * scales of b. b must be e4m3."""
+def scaled_product(a: Rows, b: Rows, dtype: torch.dtype, *, fast: bool = True, out: Tensor | None = None) -> Tensor:
+    """`[n, m]` of `[n, k]` and `[m, k]` in fp8: (a b^T) * scales of a * scales of b. b must be e4m3.
+
+    Args:
+        a, b: rows of a may lie apart.
+        dtype: of the result.
+        fast: add up in the tensor cores alone, which keep some 14 bits; else partial sums of a few are added in fp32.
+        out: where to put the result, of that dtype.
+    """
     if not a.codes.is_cuda:
-        exact = a.codes.float() @ b.codes.float().T
-        return (exact * a.scales[:, None] * b.scales).to(dtype)
+        exact = (a.codes.float() @ b.codes.float().T * a.scales[:, None] * b.scales).to(dtype)
+        return exact if out is None else out.copy_(exact)
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a.codes,
         b.codes.t(),
         scale_a=a.scales[:, None],
         scale_b=b.scales[None, :],
         out_dtype=dtype,
-        use_fast_accum=True,
+        use_fast_accum=fast,
+        out=out,
     )
 
 
@@ -147,21 +157,28 @@ def _weight_gradients(
     """dy^T x, added where a gradient is there already and else returned."""
     grads = [weight.grad if weight.is_leaf else None for weight in weights]
     there = [grad for grad in grads if grad is not None]
-    together = joined(there) if all(needed) and len(there) == len(weights) else None
+    over = [is_stale(weight) for weight in weights]
+    alike = all(needed) and len(there) == len(weights) and len(set(over)) == 1
+    together = joined(there) if alike else None
+    for weight in weights:
+        mark_stale(weight, False)
     if together is not None:
-        _add_product(together, dy, x)
+        _put_product(together, dy, x, over[0])
         return [None] * len(weights)
     found: list[Tensor | None] = []
-    for part, grad, wanted in zip(dy.split([weight.shape[0] for weight in weights], 1), grads, needed, strict=True):
+    parts = dy.split([weight.shape[0] for weight in weights], 1)
+    for part, grad, wanted, stale in zip(parts, grads, needed, over, strict=True):
         found.append(part.T @ x if wanted and grad is None else None)
         if wanted and grad is not None:
-            _add_product(grad, part, x)
+            _put_product(grad, part, x, stale)
     return found
 
 
-def _add_product(grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """grad += dy^T x, in place and without a temporary on a GPU."""
-    if grad.dtype == x.dtype:
+def _put_product(grad: Tensor, dy: Tensor, x: Tensor, over: bool) -> None:
+    """grad = dy^T x, or else grad += dy^T x; in place and without a temporary on a GPU."""
+    if over:
+        torch.mm(dy.T, x, out=grad)
+    elif grad.dtype == x.dtype:
         grad.addmm_(dy.T, x)
     elif x.is_cuda:
         torch.addmm(grad, dy.T, x, out_dtype=grad.dtype, out=grad)

@@ -8,17 +8,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from losses import SETTINGS, assert_exact, case, named
+from losses import SETTINGS, assert_exact, assert_near_in_fp8, case, named
 from torch import Tensor
 
 from dflash_offline.train import loss as loss_module
-from dflash_offline.train.kernels import loss_rows
+from dflash_offline.train.kernels import loss_gradient, loss_rows
 from dflash_offline.train.kernels.launch import fused
-from dflash_offline.train.kernels.loss_gradient import slopes, slopes_reference
+from dflash_offline.train.kernels.loss_gradient import (
+    coded_slopes_kernel,
+    coded_slopes_reference,
+    slopes,
+    slopes_reference,
+)
 from dflash_offline.train.kernels.loss_rows import hard_rows, hard_rows_reference, soft_rows, soft_rows_reference
+from dflash_offline.train.kernels.quantise import E5M2
 from dflash_offline.train.loss import LossSettings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="no GPU, and Triton's interpreter knows no fp8")
 WIDTHS = [1, 37, 64, 333]
 """Vocabularies: less than a tile, one tile, several with a rest (tiles are made 64 wide here)."""
 
@@ -26,7 +33,8 @@ WIDTHS = [1, 37, 64, 333]
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused(torch.empty(0, device=DEVICE))
-    monkeypatch.setattr(loss_rows, "TILE", 64)
+    for module in (loss_rows, loss_gradient):
+        monkeypatch.setattr(module, "TILE", 64)
     for rows in (loss_module.CHUNK_ROWS, loss_module.SOFT_CHUNK_ROWS):
         monkeypatch.setitem(rows, DEVICE, 9)
 
@@ -91,8 +99,81 @@ def test_slopes_are_those_of_the_reference(width: int, scale: float | None, dtyp
     assert not found[labels < 0].any()
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scale", [None, 1.0, 0.6])
+# Triton's interpreter knows float16 alone of the dtypes that round as codes do.
+@pytest.mark.parametrize(
+    ("kind", "step", "smallest"),
+    [(torch.float16, 2**-10, 2**-24), pytest.param(E5M2, 2**-2, 2**-16, marks=on_cuda)],
+    ids=["float16", "e5m2"],
+)
+def test_codes_are_those_of_the_reference(
+    width: int, scale: float | None, kind: torch.dtype, step: float, smallest: float
+) -> None:
+    logits, target, labels = _rows(5, width, width)
+    labels[0] = width // 2
+    weights = torch.rand(3, 5, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    weights[:, 1] = 0
+    hard = hard_rows(logits, labels)
+    soft = None if scale is None else soft_rows(logits, target, labels, scale, hard)
+    true = coded_slopes_reference(logits, labels, hard.log_norm, soft, weights, kind)
+    found = coded_slopes_kernel(logits, labels, hard.log_norm, soft, weights, kind)
+    assert found.rows.codes.dtype == kind
+    assert found.rows.codes.data_ptr() == logits.data_ptr()  # over the logits
+    assert torch.equal(found.rows.scales, true.rows.scales)
+    torch.testing.assert_close(found.own, true.own, rtol=1e-5, atol=1e-6)
+    # What rounding in fp32 puts on the other side of a border is one code off; differences of q and p are cruder.
+    ours, theirs = found.rows.codes.float(), true.rows.codes.float()
+    assert ((ours - theirs).abs() <= step * theirs.abs() + 1e-6 * torch.finfo(kind).max + smallest).all()
+    assert (ours != theirs).float().mean() <= 0.02
+    for wholly in (labels < 0, ~weights.any(0)):
+        assert not ours[wholly].any()
+        assert not found.own[wholly].any()
+
+
+@on_cuda
+@pytest.mark.parametrize("said", SETTINGS, ids=named)
+def test_in_fp8_on_a_gpu(said: LossSettings) -> None:
+    some = case(40, 8, 4000, width=64, device=DEVICE, dtype=torch.bfloat16)
+    some.lm_head *= 0.25
+    assert_near_in_fp8(some, said, 2e-3)
+
+
+@pytest.mark.parametrize("said", [SETTINGS[0], SETTINGS[-1]], ids=named)
+def test_in_fp8_with_kernels_around(said: LossSettings) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    assert_near_in_fp8(case(5, 5, 80, device=DEVICE, dtype=dtype), said, 2e-3)
+
+
+@on_cuda
+@pytest.mark.parametrize("said", [SETTINGS[0], SETTINGS[-1]], ids=named)
+def test_in_fp8_over_a_whole_vocabulary(said: LossSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    some = case(12, 8, 248_320, width=256, device=DEVICE, dtype=torch.bfloat16)
+    some.lm_head *= 0.2
+    found, plain = some.loss(said, fp8=True), some.loss(said)
+    ours, theirs = (torch.autograd.grad(x.numerator, some.hidden)[0].float() for x in (found, plain))
+    assert found.numerator.item() == pytest.approx(plain.numerator.item(), rel=0.02)
+    assert float((ours - theirs).norm()) < 0.25 * float(theirs.norm())
+
+
+@on_cuda
+def test_reading_ahead_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    logits, target, labels = _rows(40, 50_001)
+    seen = []
+    for stages in (1, 2, 3, 4):
+        monkeypatch.setattr(loss_rows, "STAGES", stages)
+        hard = hard_rows(logits, labels)
+        soft = soft_rows(logits, target, labels, 1.0, hard)
+        seen.append((hard.log_norm, hard.best, hard.chosen, soft.overlap, soft.divergence, soft.below))
+    for other in seen[1:]:
+        torch.testing.assert_close(other, seen[0], rtol=1e-5, atol=1e-6)  # lanes may be added in another order
+        assert torch.equal(other[1], seen[0][1])
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="many threads of one program, and the order in which they store")
-def test_a_long_row_of_bfloat16_lies_over_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_row_lies_over_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     logits, target, labels = _rows(300, 248_320)
     weights = torch.rand(3, 300, device=DEVICE)
@@ -103,6 +184,12 @@ def test_a_long_row_of_bfloat16_lies_over_its_logits(monkeypatch: pytest.MonkeyP
         found = slopes(logits.clone(), labels, hard.log_norm, soft, weights, torch.bfloat16)
         # Of two ways to the same number in fp32 some are rounded apart; a number out of place would be quite another.
         torch.testing.assert_close(found, true, rtol=0.02, atol=1e-9)
+        coded = coded_slopes_reference(logits, labels, hard.log_norm, soft, weights)
+        made = coded_slopes_kernel(logits.clone(), labels, hard.log_norm, soft, weights)
+        codes, expected = made.rows.codes.float(), coded.rows.codes.float()
+        torch.testing.assert_close(codes, expected, rtol=0.26, atol=2**-16)
+        assert float((codes != expected).float().mean()) < 1e-3
+        torch.testing.assert_close(made.own, coded.own, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs more memory than a CPU's test should take")
@@ -146,13 +233,14 @@ def test_in_bfloat16(said: LossSettings) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a graph of CUDA")
-def test_in_a_captured_graph_it_is_the_same_each_time() -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_in_a_captured_graph_it_is_the_same_each_time(fp8: bool) -> None:
     some, said = case(40, 8, 4000, width=64, device=DEVICE, dtype=torch.bfloat16), SETTINGS[-1]
-    loss = some.loss(said)
+    loss = some.loss(said, fp8)
     (gradient,) = torch.autograd.grad(loss.numerator, some.hidden)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = some.loss(said)
+        again = some.loss(said, fp8)
         (captured,) = torch.autograd.grad(again.numerator, some.hidden)
     for _ in range(2):
         graph.replay()
