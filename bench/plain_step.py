@@ -75,7 +75,7 @@ class Shape:
         """A size for trying things on a CPU; sliding and full layers see different things in it."""
         return cls(
             hidden=32, mlp=48, heads=4, kv_heads=2, head_dim=16, sliding=2, window=12, states=2, tokens=64,
-            documents=32, anchors=6, block=4, vocabulary=97, mask_token=96, theta=1e4, gamma=4.0,
+            documents=32, anchors=6, block=4, vocabulary=112, mask_token=111, theta=1e4, gamma=4.0,
         )  # fmt: skip
 
     def flops(self) -> float:

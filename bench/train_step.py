@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
 
 from bench.plain_step import Batch as PlainBatch
 from bench.plain_step import PlainStep, Shape, random_batch
@@ -52,20 +51,20 @@ PARTS = {
 
 def settings_of(shape: Shape) -> DrafterSettings:
     """The drafter's settings at a shape."""
-    return DrafterSettings(
-        layer_ids=list(range(shape.states)),
-        block_size=shape.block,
-        mask_token_id=shape.mask_token,
-        layer_types=["sliding_attention"] * shape.sliding + ["full_attention"] * shape.full,
-        sliding_window=shape.window,
-        is_causal=shape.causal,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.mlp,
-        rope_theta=shape.theta,
-        rms_norm_eps=1e-6,
-    )
+    values: dict[str, Any] = {
+        "layer_ids": list(range(shape.states)),
+        "block_size": shape.block,
+        "mask_token_id": shape.mask_token,
+        "layer_types": ["sliding_attention"] * shape.sliding + ["full_attention"] * shape.full,
+        "sliding_window": shape.window,
+        "is_causal": shape.causal,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.mlp,
+        "rope_theta": shape.theta,
+    }
+    return DrafterSettings(**values)
 
 
 def stored(batch: PlainBatch, device: torch.device) -> Batch:
@@ -88,7 +87,7 @@ class OurStep:
         self._batches, self._rate, self._count = batches, rate, 0
         device, dtype = ends.embedding.device, ends.embedding.dtype
         inputs = Inputs(batches[0], device, dtype)
-        loss = LossSettings(gamma=shape.gamma)
+        loss = LossSettings.model_validate({"gamma": shape.gamma})
         self.optimizer = MasterAdamW(Flat(drafter, accumulates=False), clip=1.0, weight_decay=0.0)
         head = LmHead(ends.lm_head, drafter.fp8)
         self.step = TrainStep(Forward(drafter, ends.embedding, head, loss, inputs, shape.anchors, 0), self.optimizer)
@@ -132,8 +131,8 @@ def parts(work: Callable[[], object], count: int = 2) -> dict[str, float]:
             work()
         torch.cuda.synchronize()
     found: dict[str, float] = defaultdict(float)
-    for event in profile.events():
-        if event.device_type != DeviceType.CUDA or "HtoD" in event.name or "DtoH" in event.name:
+    for event in profile.events() or []:
+        if event.device_type != torch.profiler.DeviceType.CUDA or "HtoD" in event.name or "DtoH" in event.name:
             continue
         part = next((name for name, marks in PARTS.items() if any(mark in event.name for mark in marks)), "other")
         found[part] += event.device_time_total / 1e3 / count

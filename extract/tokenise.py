@@ -106,7 +106,8 @@ def tokenise(
     Args:
         files: what `data.sources` accepts.
         digests: sha256 of each, by name.
-        processes: how many tokenise; by default one for each processor this process may use, at most 16.
+        processes: how many tokenise; by default one for each processor this process may use, at most 16, and no more
+            than have `SMALL` rows to do.
 
     Raises:
         DataError: a row cannot be used (the first such is named), or nothing is left to learn from.
@@ -123,7 +124,7 @@ def tokenise(
     if rows < SMALL:
         return assemble(map(encoder, read_chunks(files)), settings)
     if processes is None:
-        processes = min(MOST, _processors())
+        processes = min(MOST, _processors(), -(-rows // SMALL))
     progress = listener.phase("tokenise", "rows")
     progress.start(rows, 0)
     made = assemble(_told(_pieces(read_chunks(files), encoder, processes), progress), settings)

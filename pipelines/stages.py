@@ -204,7 +204,10 @@ def last_checkpoint(folder: Path, settings: Settings) -> Path:
 
 
 def torch_device(device: str) -> Any:
-    """The torch device of "cpu" or a GPU's number."""
+    """The torch device of "cpu" or a GPU's number; a GPU is made the current one, which is what kernels run on."""
     import torch
 
-    return torch.device("cpu" if device == "cpu" else f"cuda:{device}")
+    found = torch.device("cpu" if device == "cpu" else f"cuda:{device}")
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    return found

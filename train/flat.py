@@ -20,20 +20,12 @@ import math
 import torch
 from torch import nn
 
+from .kernels.products import mark_stale
+
 ALIGN = 8
 """Elements that each parameter's start is a multiple of: 16 bytes in bfloat16."""
 BLOCK = 1024
 """Elements that the length of the matrices, and that of everything, is a multiple of."""
-
-
-def mark_stale(parameter: torch.Tensor, stale: bool) -> None:
-    """Say whether a parameter's gradient is an earlier update's, to be written over instead of added to."""
-    parameter.__dict__["stale"] = stale
-
-
-def is_stale(parameter: torch.Tensor) -> bool:
-    """Whether `mark_stale` said so last."""
-    return parameter.__dict__.get("stale", False)
 
 
 class Flat:

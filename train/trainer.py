@@ -115,10 +115,10 @@ class _Position:
 
 
 def compute_dtype(said: str, device: torch.device) -> torch.dtype:
-    """What a drafter computes in on a device."""
-    if said == "auto":
+    """What a drafter computes in on a device; what fp8 products leave there."""
+    if said in ("auto", "fp8"):
         return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return torch.bfloat16 if said == "fp8" else getattr(torch, said)
+    return getattr(torch, said)
 
 
 class Trainer:
@@ -150,6 +150,8 @@ class Trainer:
         listener: Listener,
     ) -> None:
         self._store, self._settings, self._folder, self._listener = store, settings, folder, listener
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, events and Triton's kernels are the current device's
         self._memory: MemoryWatch | None = None
         self._layers = store.layer_indices(tuple(drafter.layer_ids))
         head = load_head(store)

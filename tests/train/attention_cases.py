@@ -21,14 +21,14 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, blocks: tuple[int, int] = (2, 5)) -> Case:
     lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     document = [number for number, length in enumerate(lengths) for _ in range(length)]
     total = len(document)
     anchors = sorted(draw(st.sets(st.integers(0, total - 1), max_size=7)))
     missing = draw(st.integers(0 if anchors else 1, 3))
     window = draw(st.sampled_from([None, 1, 2, 3, 5, 100]))
-    return Case(document, anchors + [total] * missing, draw(st.integers(2, 5)), window, draw(st.booleans()))
+    return Case(document, anchors + [total] * missing, draw(st.integers(*blocks)), window, draw(st.booleans()))
 
 
 def sees_context(slot: int, anchor: int, position: int, case: Case) -> bool:

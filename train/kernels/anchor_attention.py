@@ -69,7 +69,7 @@ class _AnchorAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *outputs: Any) -> Any:
+    def backward(ctx: Any, *outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         packed, context, anchors, starts, out, lse = ctx.saved_tensors
         slope = outputs[0].contiguous()
         return *backward(packed, context, anchors, starts, out, lse, slope, *ctx.rules), *[None] * 5

@@ -5,7 +5,7 @@
 W is several parameters one below the other, one wide product instead of some narrow ones. Parameters that lie one right
 after another in memory, as a run's flat buffer has them, are joined without a copy, and so are their gradients. dW is
 added into the gradients that are there by the product itself, so it needs no room of its own and no pass to add it; it
-is written over a gradient that is marked as an earlier update's (`flat.py`).
+is written over a gradient that is marked as an earlier update's (`mark_stale`).
 
     fp8:  y = (x8 W8^T) * sx * sw        dx = (dy8 W8') * sdy * s        x8, W8 and W8' e4m3, dy8 e5m2
 
@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...store import DflashError
-from ..flat import is_stale, mark_stale
 from .quantise import E5M2, Rows, quantise, quantise_transposed
 
 MULTIPLE = 16
@@ -60,6 +59,15 @@ def product(x: Tensor, weights: Sequence[Tensor], fp8: bool = False) -> Tensor:
                 shape = " x ".join(map(str, weight.shape))
                 raise DflashError(f"fp8 products need widths that are multiples of {MULTIPLE}; a weight is {shape}")
     return _Product.apply(x, fp8, *weights)
+
+
+def mark_stale(weight: Tensor, stale: bool) -> None:
+    """Say whether a parameter's gradient is an earlier update's: the next product writes over it, the others add."""
+    vars(weight)["stale"] = stale
+
+
+def _is_stale(weight: Tensor) -> bool:
+    return vars(weight).get("stale", False)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -157,7 +165,7 @@ def _weight_gradients(
     """dy^T x, added where a gradient is there already and else returned."""
     grads = [weight.grad if weight.is_leaf else None for weight in weights]
     there = [grad for grad in grads if grad is not None]
-    over = [is_stale(weight) for weight in weights]
+    over = [_is_stale(weight) for weight in weights]
     alike = all(needed) and len(there) == len(weights) and len(set(over)) == 1
     together = joined(there) if alike else None
     for weight in weights:
