@@ -71,12 +71,13 @@ class Journal:
         if found.skipped > self._skipped:
             self._skipped = found.skipped
             self._left_out(update, found)
-        self._sum = found if self._sum is None else self._sum + found
+        else:
+            self._sum = found if self._sum is None else self._sum + found
         if update.line is not None:
-            numbers = self._sum.numbers()
-            line = {**numbers, **update.line, "grad_norm": found.grad_norm, "skipped_updates": found.skipped}
-            self._metrics.write(update.step, line)
-            self.note = f"loss {numbers['loss']:.3f}"
+            # Of updates that were made; where none was, there is no loss to tell.
+            told = {} if self._sum is None else {**self._sum.numbers(), "grad_norm": self._sum.grad_norm}
+            self._metrics.write(update.step, {**told, **update.line, "skipped_updates": found.skipped})
+            self.note = f"loss {told['loss']:.3f}" if told else ""
             self._sum = None
 
     def _left_out(self, update: Update, found: Found) -> None:

@@ -32,7 +32,7 @@ def compare(case: Case, heads: int, kv_heads: int, dim: int, dtype: torch.dtype,
     found = [ours, *torch.autograd.grad(ours, (packed, context), slope)]
 
     exact = [tensor.detach().cpu().double().requires_grad_() for tensor in (packed, context)]
-    out = brute_force(*exact, case, heads)
+    out = brute_force(exact[0], exact[1], case, heads)
     expected = [out, *torch.autograd.grad(out, exact, slope.cpu().double(), allow_unused=True, materialize_grads=True)]
     limit = 1e-5 if dtype == torch.float32 else 1e-2
     for mine, true in zip(found, expected, strict=True):
