@@ -133,9 +133,11 @@ def _section(name: str) -> type[BaseModel]:
 
 def _nearest(name: str, known: list[str]) -> str:
     # A key may be right and its section wrong, so the last part is tried alone too.
+    tails = {full.rpartition(".")[2]: full for full in known}
+    if name.rpartition(".")[2] in tails:
+        return f"; did you mean {tails[name.rpartition('.')[2]]}?"
     close = difflib.get_close_matches(name, known, 1, 0.6)
     if not close and "." in name:
-        tails = {full.rpartition(".")[2]: full for full in known}
         close = [tails[tail] for tail in difflib.get_close_matches(name.rpartition(".")[2], list(tails), 1, 0.6)]
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known[:6])} and more"
 

@@ -27,8 +27,8 @@ class Blocks:
     """Where the blocks of a call stand.
 
     Attributes:
-        anchors: `[A]` int64, ascending positions in the context; T or more marks a missing anchor.
-        starts: `[A]` int64, first position of each anchor's document. An anchor at or before its start sees no context.
+        anchors: `[A]` int64, ascending: a block sees context positions before its anchor, which may be T.
+        starts: `[A]` int64, ascending: from where it sees them, its document's start. At or after the anchor: none.
     """
 
     anchors: torch.Tensor
@@ -36,7 +36,7 @@ class Blocks:
 
     @classmethod
     def of(cls, anchors: torch.Tensor, doc_start: torch.Tensor) -> Blocks:
-        """Look up the document starts in `doc_start` `[T]`; missing anchors see nothing."""
+        """Look up the document starts in `doc_start` `[T]`; T marks a missing anchor, which sees no context."""
         length = doc_start.shape[0]
         starts = doc_start[anchors.clamp(max=length - 1)].long()
         return cls(anchors, torch.where(anchors < length, starts, anchors))

@@ -8,7 +8,6 @@ Embedding and LM head are the target's and stay outside. Layout and formulas fol
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -25,6 +24,8 @@ from .kernels.swiglu import swiglu
 
 ContextKV = list[torch.Tensor]
 """Keys and values of the context, `[T, 2 * kv_heads, head_dim]` a layer."""
+DRAWN = 16
+"""Weights drawn at a time: each is held in fp32 until it is copied to where it computes."""
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of positions, `[n, head_dim / 2]` fp32."""
 
@@ -190,17 +191,20 @@ class Drafter(nn.Module):
     def reset(self, seed: int) -> None:
         """Draw fresh weights: normal with deviation 1 / sqrt(inputs), norms at one. The same on every device."""
 
-        @torch.no_grad()
-        def draw(number: int, parameter: nn.Parameter) -> None:
-            if parameter.ndim == 2:
-                # Each with its own generator, so that they can be drawn side by side: there may be billions.
-                generator = torch.Generator().manual_seed((seed << 20) + number)
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
-            else:
-                parameter.fill_(1)
+        def draw(number: int, shape: torch.Size) -> torch.Tensor:
+            if len(shape) != 2:
+                return torch.ones(shape)
+            # Each with its own generator, so that they can be drawn side by side: there may be billions.
+            generator = torch.Generator().manual_seed((seed << 20) + number)
+            return torch.randn(shape, generator=generator) / shape[1] ** 0.5
 
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(draw, itertools.count(), self.parameters()))
+        parameters = list(enumerate(self.parameters()))
+        with ThreadPoolExecutor() as pool, torch.no_grad():
+            for first in range(0, len(parameters), DRAWN):
+                some = parameters[first : first + DRAWN]
+                drawn = [pool.submit(draw, number, parameter.shape) for number, parameter in some]
+                for (_, parameter), values in zip(some, drawn, strict=True):
+                    parameter.copy_(values.result())
 
     def context(self, features: torch.Tensor, positions: torch.Tensor) -> ContextKV:
         """Keys and values of the context.

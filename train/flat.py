@@ -20,7 +20,7 @@ import math
 import torch
 from torch import nn
 
-from .kernels.products import mark_stale
+from .kernels.products import is_stale, mark_stale
 
 ALIGN = 8
 """Elements that each parameter's start is a multiple of: 16 bytes in bfloat16."""
@@ -82,6 +82,11 @@ class Flat:
         self.gradients[self.matrices :].zero_()
         for parameter in self._matrices:
             mark_stale(parameter, True)
+
+    def end(self) -> None:
+        """To be called after each backward pass: no gradient may be an earlier update's now."""
+        late = [parameter.shape for parameter in self._matrices if is_stale(parameter)]
+        assert not late, f"matrices of shapes {late} had no part in the backward pass"
 
     def rest(self) -> Flat:
         """What is no matrix, as a layout of its own over the same memory."""

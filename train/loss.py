@@ -54,7 +54,7 @@ LEAST_OVERLAP = 1e-30
 class LossSettings(BaseModel):
     """Section `[loss]`: how much each term counts, and how slots are weighed. Formulas are in this module."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     cross_entropy: float = Field(1.0, ge=0, description="of the target's tokens, as published")
     kl: float = Field(0.0, ge=0, description="KL divergence of the drafter's distributions from the target's")

@@ -2,7 +2,7 @@
 
 Muon (Jordan et al. 2024): the momentum M of a matrix's gradient is replaced by the nearest orthogonal matrix, by five
 steps of X <- a X + (b A + c A A) X, A = X X', from X = M / |M|. So an update's size does not depend on the gradient's,
-and matrices need no clipping. It waits for the host once an update, to leave a bad gradient out.
+and matrices need no clipping. It waits for the host a few times an update, to leave a bad gradient out.
 
 torch's own Muon takes these steps in bfloat16 everywhere; on a CPU without bfloat16 arithmetic that is fifty times
 slower than float32. Here they are in float32 on a CPU and in bfloat16 on a GPU; all else is the same (a test compares).
@@ -69,9 +69,10 @@ class MasterMuon:
         # A denominator of zero makes AdamW leave its part out too; so must a gradient that is bad in a matrix only.
         rest = self._rest.step(rate, denominator if good else torch.zeros_like(denominator))
         if good and bool(torch.isfinite(rest)):
+            pace = float(rate) * self._ratio
             for name in self._matrices:
                 gradient = self.flat.view(gradients, name).float() / denominator
-                self._update(name, gradient, float(rate) * self._ratio)
+                self._update(name, gradient, pace)
         if self.flat.accumulates:
             gradients.zero_()
         return torch.stack([norm, rest]).norm()

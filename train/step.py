@@ -229,6 +229,7 @@ class TrainStep:
         self._optimizer.flat.begin()
         found = self._forward.loss()
         found.numerator.backward()
+        self._optimizer.flat.end()
         self._denominator += found.denominator
 
     def _apply(self) -> None:

@@ -46,7 +46,8 @@ from .flat import Flat
 from .graphs import MemoryWatch
 from .head import LmHead
 from .inputs import Ends, Inputs, buffers_for
-from .journal import Journal, Update
+from .journal import Journal, TrainError, Update
+from .kernels.products import MULTIPLE
 from .loss import LossSettings
 from .metrics import Metrics
 from .muon import MasterMuon
@@ -137,6 +138,7 @@ class Trainer:
         StoreError: the store has no such layers, no documents, one that is longer than a batch, or no final states
             where the loss needs them.
         CheckpointError: the folder holds a run with other settings.
+        TrainError: fp8 does not fit the GPU or the widths.
     """
 
     def __init__(
@@ -162,6 +164,9 @@ class Trainer:
                 "extract.final = true, or use cross_entropy alone"
             )
         self._needs_final = loss.needs_final
+        self._check(store.documents(TRAIN))
+        if settings.dtype == "fp8":
+            _check_fp8(drafter, store, device)
         dtype = compute_dtype(settings.dtype, device)
         self._drafter = Drafter.empty(drafter, store.identity.hidden_size, device, dtype)
         self._drafter.reset(settings.seed)
@@ -197,7 +202,7 @@ class Trainer:
         measured = Forward(*fixed, aside, settings.anchors, VALIDATION_SEED)
         self._step = TrainStep(trained, self._optimizer, measured)
         if device.type == "cuda":
-            walk(self._drafter, self._ends, store, heldout.first(1), self._budget)  # so that its memory is taken now
+            walk(self._drafter, self._ends, store, heldout.first(1), self._budget, rounds=2)  # takes its memory now
 
     def _inputs(self, length: int, device: torch.device, dtype: torch.dtype) -> Inputs:
         return Inputs(Batch.empty(self._store, length, len(self._layers), self._needs_final), device, dtype)
@@ -242,6 +247,10 @@ class Trainer:
             self._store.refresh()
             at.parts = [part.id for part in self._store.parts if part.split == TRAIN]
         documents = self._store.documents(TRAIN, at.parts)
+        self._check(documents)
+        return documents
+
+    def _check(self, documents: Documents) -> None:
         if not len(documents):
             raise StoreError(f"the store {self._store.place} has no training documents yet")
         longest = int(documents.length.argmax())
@@ -250,7 +259,6 @@ class Trainer:
                 f"document {documents.ids[longest]:016x} of part {self._store.parts[documents.part[longest]].id} has "
                 f"{documents.length[longest]} tokens, more than train.tokens = {self._settings.tokens}: raise that"
             )
-        return documents
 
     def _epoch(self, documents: Documents, groups: list[list[int]], metrics: Metrics) -> None:
         settings, at, step = self._settings, self._at, self._step
@@ -297,7 +305,7 @@ class Trainer:
         """From the first update on, memory must stay as it is."""
         if self._memory is None and self._step.device.type == "cuda":
             self._memory = MemoryWatch(self._step.device)
-            used = torch.cuda.max_memory_reserved(self._step.device) / 2**30
+            used = torch.cuda.memory_reserved(self._step.device) / 2**30
             self._listener.say(f"GPU memory: {used:.1f} GiB from here on")
 
     def _stream(self, documents: Documents, groups: list[list[int]], budget: int) -> BatchStream:
@@ -365,6 +373,25 @@ def _check_mask_token(drafter: DrafterSettings, store: Store, head: Head) -> Non
             raise StoreError(f"drafter.mask_token_id {mask} is the target's {name}: choose an id the target never uses")
 
 
+def _check_fp8(drafter: DrafterSettings, store: Store, device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise TrainError(
+            f"train.dtype = fp8 needs a GPU with fp8 matrix units (compute capability 8.9), and {device} is older: "
+            "use bfloat16"
+        )
+    head = drafter.head_dim
+    widths = {
+        "the target's hidden size": store.identity.hidden_size,
+        "the target's vocabulary": store.identity.vocab_size,
+        "drafter.intermediate_size": drafter.intermediate_size,
+        "drafter.num_attention_heads x head_dim": drafter.num_attention_heads * head,
+        "drafter.num_key_value_heads x head_dim": drafter.num_key_value_heads * head,
+    }
+    for name, width in widths.items():
+        if width % MULTIPLE:
+            raise TrainError(f"train.dtype = fp8 needs widths that are multiples of {MULTIPLE}; {name} is {width}")
+
+
 def _names(documents: Documents, used: Sequence[int]) -> list[str]:
     return [f"{int(documents.ids[index]):016x}" for index in used]
 
@@ -372,6 +399,9 @@ def _names(documents: Documents, used: Sequence[int]) -> list[str]:
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     found = []
     for section in now:
+        if section not in before:
+            found.append(f"an earlier version of dflash wrote it, without [{section}]")
+            continue
         for key, value in now[section].items():
             old = before.get(section, {}).get(key)
             if old != value:

@@ -61,6 +61,7 @@ def test_overrides(folder: Path) -> None:
         ("train.learning_rate=1", "unknown key train.learning_rate"),
         ("train.lrr=1", r"did you mean train\.lr\?"),
         ("train.block_size=4", r"did you mean drafter\.block_size\?"),
+        ("train.gamma=5", r"did you mean loss\.gamma\?"),
         ("trian.lr=1", r"unknown section \[trian\]; did you mean train\?"),
         ("lr=1", r"section\.key=value"),
         ("train.lr", r"section\.key=value"),

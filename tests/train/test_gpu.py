@@ -80,14 +80,25 @@ def test_a_run_has_the_cpus_loss_curve(filled: Store, tmp_path: Path) -> None:
         assert there == pytest.approx(here, rel=2e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"optimizer": "muon"}, {"dtype": "fp8"}])
-def test_memory_stays_as_it_is_after_the_first_step(filled: Store, tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "loss"),
+    [
+        ({}, {}),
+        ({"accumulate": 3}, {}),
+        ({"optimizer": "muon"}, {}),
+        ({"dtype": "fp8"}, {}),
+        ({}, {"kl": 1.0, "expected_length": 1.0}),
+    ],
+)
+def test_memory_stays_as_it_is_after_the_first_step(
+    filled: Store, tmp_path: Path, changes: dict[str, Any], loss: dict[str, float]
+) -> None:
     """Lengths differ from batch to batch, validation and checkpoints come between; the allocator asks for nothing."""
     said: list[str] = []
     shape = drafter_settings(head_dim=16, intermediate_size=48)
     settings = train_settings(epochs=3, **changes)
     gpu = torch.device("cuda")
-    run = Trainer(filled, shape, loss_settings(), settings, tmp_path, gpu, replace(SILENT, say=said.append))
+    run = Trainer(filled, shape, loss_settings(**loss), settings, tmp_path, gpu, replace(SILENT, say=said.append))
     run.run()
     assert any("GiB from here on" in line for line in said)
     assert not [line for line in said if "grew" in line]
@@ -113,9 +124,10 @@ def test_states_in_bf16_are_near_those_in_fp32(hybrid: Path, tmp_path: Path) -> 
     assert (states[0] - states[1]).norm() / states[0].norm() < 0.1
 
 
-def test_a_run_in_bf16_resumes_bit_identical(filled: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"optimizer": "muon"}])
+def test_a_run_in_bf16_resumes_bit_identical(filled: Store, tmp_path: Path, changes: dict[str, Any]) -> None:
     gpu = torch.device("cuda")
-    settings = train_settings(epochs=2)
+    settings = train_settings(epochs=2, **changes)
     whole = Trainer(filled, drafter_settings(), loss_settings(), settings, tmp_path / "whole", gpu, SILENT).run()
     run = tmp_path / "cut"
     (run / "checkpoints").mkdir(parents=True)

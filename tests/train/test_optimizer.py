@@ -15,6 +15,7 @@ from torch import nn
 from dflash_offline.train.attention import Blocks
 from dflash_offline.train.drafter import Drafter, DrafterSettings
 from dflash_offline.train.flat import ALIGN, BLOCK, Flat
+from dflash_offline.train.kernels.products import product
 from dflash_offline.train.muon import MasterMuon
 from dflash_offline.train.optimizer import MasterAdamW, learning_rate
 
@@ -251,6 +252,18 @@ def test_muon_is_torchs_own_but_for_rounding() -> None:
     for mine, other, start in zip(ours, theirs, before, strict=True):
         # bfloat16 keeps 8 bits, through fifteen products.
         assert (mine - other).norm() < 0.05 * (other - start).norm()
+
+
+def test_a_matrix_without_a_part_in_the_backward_pass_is_noticed() -> None:
+    module = nn.ParameterList([nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(4, 8))])
+    flat = Flat(module, accumulates=False)
+    for used in (2, 1):
+        flat.begin()
+        sum(product(torch.ones(3, 8), [weight]).sum() for weight in list(module)[:used]).backward()  # pyright: ignore
+        if used == 2:
+            flat.end()
+    with pytest.raises(AssertionError, match="had no part"):
+        flat.end()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

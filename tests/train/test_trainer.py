@@ -23,6 +23,7 @@ from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.flat import Flat
 from dflash_offline.train.head import LmHead
 from dflash_offline.train.inputs import Ends, Inputs
+from dflash_offline.train.journal import TrainError
 from dflash_offline.train.loss import LossSettings
 from dflash_offline.train.optimizer import MasterAdamW
 from dflash_offline.train.step import Forward, TrainStep
@@ -243,3 +244,21 @@ def test_validation_is_the_same_for_every_run_and_epoch(filled: Store, tmp_path:
         found |= {row["heldout_loss"] for row in metrics(folder) if "heldout_loss" in row}
     assert len(found) == 1
     assert len(filled.documents(HELDOUT)) >= 4
+
+
+def test_a_run_of_an_earlier_version_is_refused_as_such(filled: Store, tmp_path: Path) -> None:
+    last = trainer(filled, tmp_path / "run", epochs=1).run()
+    path = last / "training" / "state.json"
+    state = json.loads(path.read_text())
+    del state["settings"]["loss"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"earlier version of dflash wrote it, without \[loss\]"):
+        trainer(filled, tmp_path / "run", epochs=2)
+
+
+def test_fp8_says_which_width_does_not_fit(filled: Store, tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"multiples of 16; drafter\.intermediate_size is 24"):
+        trainer(filled, tmp_path / "run", dtype="fp8")
+    shape = {"head_dim": 16, "intermediate_size": 32}
+    trainer(filled, tmp_path / "run", shape, dtype="fp8", epochs=1).run()
+    assert all("loss" in row or "heldout_loss" in row for row in metrics(tmp_path / "run"))

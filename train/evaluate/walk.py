@@ -7,6 +7,7 @@ numerical near-ties aside. All turns of a batch walk in step.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,7 @@ from ..attention import Blocks
 from ..drafter import Drafter
 from ..inputs import Ends, buffers_for, device_states, side_by_side
 
-AT_ONCE = 32
+AT_ONCE = 8
 """Blocks a GPU drafts at a time, missing ones filled up: its memory then stays as it is from round to round."""
 
 
@@ -67,13 +68,16 @@ def count_right(drafted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def walk(drafter: Drafter, ends: Ends, store: Store, documents: Documents, budget: int) -> list[Turn]:
+def walk(
+    drafter: Drafter, ends: Ends, store: Store, documents: Documents, budget: int, rounds: int | None = None
+) -> list[Turn]:
     """Walk all turns of the given documents.
 
     Args:
         drafter: on the device and in the dtype to run in.
         ends: the target's, there too.
         budget: tokens of a packed batch; it does not change the result but for rounding.
+        rounds: stop each batch after so many, to try things out.
     """
     device = ends.embedding.device
     budget = max(budget, int(documents.length.max(initial=1)))
@@ -82,7 +86,7 @@ def walk(drafter: Drafter, ends: Ends, store: Store, documents: Documents, budge
     found: list[Turn] = []
     with BatchStream(store, documents, groups, budget, layers, allocate=buffers_for(device)) as stream:
         for batch in stream:
-            found += _walk_batch(drafter, ends, batch, documents)
+            found += _walk_batch(drafter, ends, batch, documents, rounds)
     return sorted(found, key=lambda turn: (turn.document, turn.start))
 
 
@@ -91,6 +95,7 @@ def _walk_batch(
     ends: Ends,
     batch: Batch,
     documents: Documents,
+    rounds: int | None,
 ) -> list[Turn]:
     device, dtype = ends.embedding.device, ends.embedding.dtype
     length = len(batch.tokens)
@@ -109,7 +114,10 @@ def _walk_batch(
     block = drafter.settings.block_size
     places = [turn.start for turn in turns]
     fixed = device.type == "cuda"
-    while active := [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]:
+    for _ in itertools.count() if rounds is None else range(rounds):
+        active = [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]
+        if not active:
+            break
         # Turns stand in the order of the batch, so their anchors are sorted.
         active = active[:AT_ONCE] if fixed else active
         missing = AT_ONCE - len(active) if fixed else 0

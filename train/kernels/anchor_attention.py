@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .anchor_backward import backward
-from .anchor_rows import own_mask, places, span, tiling
+from .anchor_rows import limit, own_mask, places, span, tiling
 from .launch import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -87,12 +87,13 @@ def forward(
     out = torch.empty(count, block, heads, dim, dtype=packed.dtype, device=packed.device)
     lse = torch.empty(count, block, heads, dtype=torch.float32, device=packed.device)
     grid = triton.cdiv(count * block * share, step), kv_heads
+    far = limit(window, context, block)
     overflown = torch.empty(grid, dtype=torch.int32, device=packed.device)
     for quick in (True, False):
         launch(
             _attend, grid,
-            packed, context, anchors, starts, out, lse, overflown, count, window or 0, dim**-0.5, kv_heads, dim, block,
-            share, step, cut.rows, cut.keys, cut.own_keys(block, share), max(16, triton.next_power_of_2(dim)),
+            packed, context, anchors, starts, out, lse, overflown, count, far, dim**-0.5, kv_heads, dim, block, share,
+            step, cut.rows, cut.keys, cut.own_keys(block, share), max(16, triton.next_power_of_2(dim)),
             window is not None, causal, quick, num_warps=cut.warps, num_stages=cut.stages,
         )  # fmt: skip
     return out, lse
@@ -146,7 +147,7 @@ def _walk(
     result, top, mass = _step(query, own_k, own_v, result, top, mass, own_see, scale, True)
 
     lowest, whole_from, whole_to, tiles = span(exists, low, high, keys)
-    last = tl.max(tl.where(exists, high, 0), 0)
+    last = tl.max(tl.where(exists & (low < high), high, 0), 0)
     tile = tl.arange(0, keys)
     stride = 2 * kv_heads * dim
     source = context + kv * dim + (tile[:, None] * stride + column[None, :])

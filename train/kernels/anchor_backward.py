@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .anchor_rows import FAR, own_mask, places, span, tiling
+from .anchor_rows import FAR, limit, own_mask, places, span, tiling
 from .launch import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -34,26 +34,26 @@ def backward(
     kv_heads = (all_heads - heads) // 2
     share = heads // kv_heads
     width = max(16, triton.next_power_of_2(dim))
-    limit, windowed, scale = window or 0, window is not None, dim**-0.5
+    far, windowed, scale = limit(window, context, block), window is not None, dim**-0.5
     delta = torch.empty_like(lse)
     d_packed, d_context = torch.empty_like(packed), torch.empty_like(context)
     cut = tiling("queries", packed.dtype, dim, share)
     launch(
         _queries, (triton.cdiv(count * block * share, cut.step(share)), kv_heads),
-        packed, context, anchors, starts, out, lse, slope, delta, d_packed, count, limit, scale, kv_heads, dim, block,
+        packed, context, anchors, starts, out, lse, slope, delta, d_packed, count, far, scale, kv_heads, dim, block,
         share, cut.step(share), cut.rows, cut.keys, cut.own_keys(block, share), width, windowed, causal,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     cut = tiling("own", packed.dtype, dim, share)
     launch(
         _own, (count, kv_heads),
-        packed, lse, slope, delta, d_packed, limit, scale, kv_heads, dim, block, share, cut.step(share), cut.rows,
+        packed, lse, slope, delta, d_packed, far, scale, kv_heads, dim, block, share, cut.step(share), cut.rows,
         max(16, triton.next_power_of_2(block)), width, windowed, causal, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     cut = tiling("context", packed.dtype, dim, share)
     launch(
         _context, (kv_heads, triton.cdiv(length, cut.keys)),
-        packed, context, anchors, starts, lse, slope, delta, d_context, length, count, limit, scale, kv_heads, dim,
+        packed, context, anchors, starts, lse, slope, delta, d_context, length, count, far, scale, kv_heads, dim,
         block, share, cut.step(share), cut.rows, cut.keys, max(16, triton.next_power_of_2(count)), width, windowed,
         num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def _queries(
         k = tl.load(at, mask=inside[None, :], other=0)
         v = tl.load(at + kv_heads * dim, mask=inside[None, :], other=0)
         total = _step(query, d_out, k, v, total, norm, portion, None, base, False)
-    last = tl.max(tl.where(exists, high, 0), 0)
+    last = tl.max(tl.where(exists & (low < high), high, 0), 0)
     for i in range(0, tiles - (whole_to - whole_from)):
         j = tl.where(i < whole_from, i, i + whole_to - whole_from)
         position = lowest + j * keys + tile

@@ -78,6 +78,11 @@ def _tiling(kind: str, dtype: torch.dtype, dim: int) -> Tiling:
     }[kind]
 
 
+def limit(window: int | None, context: torch.Tensor, block: int) -> int:
+    """A window as kernels take it: no larger than one that hides nothing, so that positions plus it stay small."""
+    return 0 if window is None else min(window, len(context) + block)
+
+
 @triton.jit
 def places(anchors, starts, row, exists, window, block: tl.constexpr, share: tl.constexpr, windowed: tl.constexpr):
     """The context that rows see: low <= p < high, or low = high where they see none or do not exist."""

@@ -63,6 +63,7 @@ def test_ragged(dtype: torch.dtype, case: Case, shape: tuple[int, int], seed: in
         ([70], list(range(40, 60)), 5, None, False),  # blocks that overlap; slots no multiple of a tile
         ([50, 3, 60], [1, 49, 50, 52, 53, 80, 112], 10, 4, True),  # a window smaller than a block
         ([100], [2, 99], 4, 7, False),  # far apart, with little to see
+        ([20, 30], [3, 19, 30, 49], 4, 2**31 - 1, True),  # a window that hides nothing
         ([40, 40], [80, 80, 80], 4, 9, True),  # every anchor missing
     ],
 )
