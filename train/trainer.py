@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,9 +23,7 @@ from ..store import (
     Batch,
     BatchStream,
     Documents,
-    Head,
     Store,
-    StoreError,
     load_head,
     pack,
     shuffled,
@@ -39,6 +37,7 @@ from .checkpoint import (
     load_resume,
     save_checkpoint,
 )
+from .checks import changed_settings, check_documents, check_final, check_fp8, check_mask_token
 from .drafter import Drafter, DrafterSettings
 from .evaluate.summary import accepted_length
 from .evaluate.walk import walk
@@ -46,8 +45,7 @@ from .flat import Flat
 from .graphs import MemoryWatch
 from .head import LmHead
 from .inputs import Ends, Inputs, buffers_for
-from .journal import Journal, TrainError, Update
-from .kernels.products import MULTIPLE
+from .journal import Journal, Update
 from .loss import LossSettings
 from .metrics import Metrics
 from .muon import MasterMuon
@@ -157,16 +155,12 @@ class Trainer:
         self._memory: MemoryWatch | None = None
         self._layers = store.layer_indices(tuple(drafter.layer_ids))
         head = load_head(store)
-        _check_mask_token(drafter, store, head)
-        if loss.needs_final and not store.identity.final:
-            raise StoreError(
-                f"the store {store.place} keeps no final states, which this loss compares with: extract with "
-                "extract.final = true, or use cross_entropy alone"
-            )
+        check_mask_token(drafter, store, head)
+        check_final(store, loss)
         self._needs_final = loss.needs_final
-        self._check(store.documents(TRAIN))
+        check_documents(store, store.documents(TRAIN), settings.tokens)
         if settings.dtype == "fp8":
-            _check_fp8(drafter, store, device)
+            check_fp8(drafter, store, device)
         dtype = compute_dtype(settings.dtype, device)
         self._drafter = Drafter.empty(drafter, store.identity.hidden_size, device, dtype)
         self._drafter.reset(settings.seed)
@@ -247,18 +241,8 @@ class Trainer:
             self._store.refresh()
             at.parts = [part.id for part in self._store.parts if part.split == TRAIN]
         documents = self._store.documents(TRAIN, at.parts)
-        self._check(documents)
+        check_documents(self._store, documents, self._settings.tokens)
         return documents
-
-    def _check(self, documents: Documents) -> None:
-        if not len(documents):
-            raise StoreError(f"the store {self._store.place} has no training documents yet")
-        longest = int(documents.length.argmax())
-        if documents.length[longest] > self._settings.tokens:
-            raise StoreError(
-                f"document {documents.ids[longest]:016x} of part {self._store.parts[documents.part[longest]].id} has "
-                f"{documents.length[longest]} tokens, more than train.tokens = {self._settings.tokens}: raise that"
-            )
 
     def _epoch(self, documents: Documents, groups: list[list[int]], metrics: Metrics) -> None:
         settings, at, step = self._settings, self._at, self._step
@@ -354,7 +338,7 @@ class Trainer:
                 self._listener.say(f"passed over: {error}")
         if resume is None:
             return _Position()
-        if changed := _changed(resume.state["settings"], self._shape):
+        if changed := changed_settings(resume.state["settings"], self._shape):
             raise CheckpointError(
                 f"{self._folder} was trained with other settings ({'; '.join(changed)}): "
                 "choose another train.run, or go back to those"
@@ -364,46 +348,5 @@ class Trainer:
         return _Position(**resume.state["position"])
 
 
-def _check_mask_token(drafter: DrafterSettings, store: Store, head: Head) -> None:
-    mask = drafter.mask_token_id
-    if mask >= store.identity.vocab_size:
-        raise StoreError(f"drafter.mask_token_id {mask} is outside the vocabulary of {store.identity.vocab_size}")
-    for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
-        if mask in head.special_ids(name):
-            raise StoreError(f"drafter.mask_token_id {mask} is the target's {name}: choose an id the target never uses")
-
-
-def _check_fp8(drafter: DrafterSettings, store: Store, device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise TrainError(
-            f"train.dtype = fp8 needs a GPU with fp8 matrix units (compute capability 8.9), and {device} is older: "
-            "use bfloat16"
-        )
-    head = drafter.head_dim
-    widths = {
-        "the target's hidden size": store.identity.hidden_size,
-        "the target's vocabulary": store.identity.vocab_size,
-        "drafter.intermediate_size": drafter.intermediate_size,
-        "drafter.num_attention_heads x head_dim": drafter.num_attention_heads * head,
-        "drafter.num_key_value_heads x head_dim": drafter.num_key_value_heads * head,
-    }
-    for name, width in widths.items():
-        if width % MULTIPLE:
-            raise TrainError(f"train.dtype = fp8 needs widths that are multiples of {MULTIPLE}; {name} is {width}")
-
-
 def _names(documents: Documents, used: Sequence[int]) -> list[str]:
     return [f"{int(documents.ids[index]):016x}" for index in used]
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    found = []
-    for section in now:
-        if section not in before:
-            found.append(f"an earlier version of dflash wrote it, without [{section}]")
-            continue
-        for key, value in now[section].items():
-            old = before.get(section, {}).get(key)
-            if old != value:
-                found.append(f"{section}.{key} was {old}, now {value}")
-    return found
