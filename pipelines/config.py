@@ -78,9 +78,10 @@ def make_settings(values: dict[str, Any], overrides: Sequence[str], origin: str)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        found = "" if first["type"] == "missing" else f", not {first['input']!r}"
+        of_section = first["type"] == "value_error"  # a sentence of ours, about several keys
+        found = "" if first["type"] == "missing" or of_section else f", not {first['input']!r}"
         origin = f"--set {where}={said[where]}" if where in said else f"{origin}: {where}"
-        raise ConfigError(f"{origin}: {first['msg']}{found}") from None
+        raise ConfigError(f"{origin}: {first['msg'].removeprefix('Value error, ')}{found}") from None
 
 
 def parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, str, Any]]:

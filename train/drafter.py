@@ -33,7 +33,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 class DrafterSettings(BaseModel):
     """Section `[drafter]`: its shape. The hidden size is always the target's."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     layer_ids: list[int] = Field(min_length=1, description="target layers it reads: any of those in the store")
     block_size: int = Field(16, ge=2, description="slots of a block: one clean token and block_size - 1 drafted ones")

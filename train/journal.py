@@ -86,7 +86,7 @@ class Journal:
             said = f"the gradient of step {update.step} was not finite (documents {shown})"
             if self._stop:
                 raise TrainError(
-                    f"{said}: the run stops, and its last checkpoint stands; look at the data, lower train.lr, or set "
+                    f"{said}: the run stops, and what it saved stands; look at the data, lower train.lr, or set "
                     "train.non_finite=skip to leave such updates out"
                 )
             self._listener.say(f"{said}: the update was left out")

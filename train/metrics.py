@@ -6,6 +6,7 @@ After a resumption nothing is said twice: what lies beyond the resumed step is d
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -31,7 +32,8 @@ class Metrics:
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Report numbers of one step."""
+        """Report numbers of one step; what is not finite is left out, for JSON has no word for it."""
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():

@@ -59,7 +59,7 @@ VALIDATION_SEED = 0x5EED
 class TrainSettings(BaseModel):
     """Section `[train]`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     run: str = Field("runs/drafter", description="folder of checkpoints and metrics; one a variant")
     epochs: int = Field(6, ge=1, description="passes over the training documents")
@@ -208,6 +208,7 @@ class Trainer:
         if not epochs:
             self._listener.say(f"{self._folder} has done its {settings.epochs} epochs; raise train.epochs to go on")
         metrics = Metrics(self._folder, at.step)
+        skipped = int(self._optimizer.skipped)
         try:
             for _ in epochs:
                 documents = self._begin_epoch()
@@ -220,6 +221,8 @@ class Trainer:
                 self._epoch(documents, self._groups(documents, at.epoch), metrics)
         finally:
             metrics.close()
+        if epochs and int(self._optimizer.skipped) - skipped >= at.total:
+            self._listener.say("warning: every update was left out; the drafter is as it was drawn")
         return checkpoints(self._checkpoints)[-1]
 
     def _groups(self, documents: Documents, epoch: int) -> list[list[int]]:

@@ -19,7 +19,7 @@ def run_checks(names: list[str], interpret: bool) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / name) for name in names)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(str(HERE / name) for name in names)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
