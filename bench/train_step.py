@@ -35,6 +35,7 @@ from dflash_offline.train.head import LmHead
 from dflash_offline.train.inputs import Ends, Inputs, buffers_for
 from dflash_offline.train.loss import LossSettings
 from dflash_offline.train.optimizer import MasterAdamW
+from dflash_offline.train.ranks import Ranks
 from dflash_offline.train.step import Forward, TrainStep
 
 RATE = 6e-5
@@ -83,22 +84,30 @@ def stored(batch: PlainBatch, device: torch.device) -> Batch:
 class OurStep:
     """The package's step with the plain one's interface: a call makes one whole step."""
 
-    def __init__(self, shape: Shape, drafter: Drafter, ends: Ends, batches: Sequence[Batch], rate: float) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        drafter: Drafter,
+        ends: Ends,
+        batches: Sequence[Batch],
+        rate: float,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._batches, self._rate, self._count = batches, rate, 0
         device, dtype = ends.embedding.device, ends.embedding.dtype
         inputs = Inputs(batches[0], device, dtype)
         loss = LossSettings.model_validate({"gamma": shape.gamma})
         self.optimizer = MasterAdamW(Flat(drafter, accumulates=False), clip=1.0, weight_decay=0.0)
         head = LmHead(ends.lm_head, drafter.fp8)
-        self.step = TrainStep(Forward(drafter, ends.embedding, head, loss, inputs, shape.anchors, 0), self.optimizer)
+        forward = Forward(drafter, ends.embedding, head, loss, inputs, shape.anchors, 0)
+        self.step = TrainStep(forward, self.optimizer, ranks=ranks)
         self.reports: list[Any] = []
 
     def __call__(self) -> None:
         step = self.step
         step.load(self._batches[self._count % len(self._batches)], self._count)
         step.micro()
-        step.update(self._rate)
-        self.reports.append(step.report())
+        self.reports.append(step.update(self._rate))
         step.sent()
         self._count += 1
 

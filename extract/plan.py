@@ -16,13 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from ..store import HELDOUT, TRAIN, Place, Store, part_id
-from ..store.format import PLANS
+from ..store.format import PLAN, PLANS
 from ..store.place import clear_errors
 from ..store.sums import LIST, sum_files
 from .corpus import Corpus
 from .data import DataError
 
-PLAN = "plan.json"
 PASS_TOKENS = 512
 """What a forward pass costs beside its tokens, in tokens: reading the weights and starting the kernels."""
 
@@ -43,12 +42,14 @@ class Plan:
     data: name and sha256 of each data file.
     units: held-out units first, the longest documents first in each split.
     batch_tokens: padded tokens of one forward pass.
+    tokens: of the units of each split.
     """
 
     key: str
     data: dict[str, str]
     units: list[Unit]
     batch_tokens: int
+    tokens: dict[str, int]
 
     def folder(self, store: Place) -> Path:
         """A local folder with the plan and its corpus, as a store has them."""
@@ -70,10 +71,12 @@ def make_plan(
     """
     lengths = corpus.lengths
     units: list[Unit] = []
+    total: dict[str, int] = {}
     for split in (HELDOUT, TRAIN):
         todo = np.flatnonzero((corpus.heldout == (split == HELDOUT)) & ~done)
         # The longest first: running out of memory shows at once. The id breaks ties, so the order is the data's own.
         order = todo[np.lexsort((corpus.ids[todo], -lengths[todo]))]
+        total[split] = int(lengths[todo].sum())
         members: list[int] = []
         tokens = 0
         for position, index in enumerate(order):
@@ -84,7 +87,7 @@ def make_plan(
                 name = part_id(split, len(units), (int(corpus.ids[m]) for m in members))
                 units.append(Unit(name, split, members))
                 members, tokens = [], 0
-    return Plan(key, data, units, batch_tokens)
+    return Plan(key, data, units, batch_tokens, total)
 
 
 def batches(lengths: Sequence[int], batch_tokens: int) -> list[slice]:
@@ -134,7 +137,9 @@ def load_plan(store: Place, key: str) -> Plan | None:
         value = json.loads(store.read(f"{PLANS}/{key}/{PLAN}"))
     except FileNotFoundError:
         return None
-    return Plan(value["key"], value["data"], [Unit(**unit) for unit in value["units"]], value["batch_tokens"])
+    units = [Unit(**unit) for unit in value["units"]]
+    # A plan of an earlier version does not say its tokens.
+    return Plan(value["key"], value["data"], units, value["batch_tokens"], value.get("tokens", {}))
 
 
 def stored_documents(store: Store, data: dict[str, str], corpus: Corpus) -> np.ndarray:

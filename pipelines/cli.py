@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from .recipes import PUBLISHED, RECIPES
+from .stopping import AGAIN, STOPPED
 from .store_cli import Json, print_json, store_app
 
 app = typer.Typer(
@@ -22,10 +23,7 @@ app = typer.Typer(
 )
 app.add_typer(store_app, name="store")
 
-STOPPED = 130
-"""Exit code after Ctrl-C; typer's own too."""
-
-Gpus = Annotated[str, typer.Option(help="devices: 0-4, or 0,2,5-7, or all, or cpu")]
+Gpus = Annotated[str, typer.Option(help="devices: 0-4, or 0,2,5-7, or all, or cpu; cpu,cpu: two processes there")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a setting: section.key=value")]
 
 
@@ -88,7 +86,10 @@ def plan(
 
 @app.command()
 def extract(
-    gpus: Annotated[str | None, typer.Option(help="devices: 0-4, or 0,2,5-7, or all (the default), or cpu")] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="devices: 0-4, or 0,2,5-7, or all (the default), or cpu; cpu,cpu: two workers there"),
+    ] = None,
     scheduler: Annotated[str | None, typer.Option(help="use the workers of a Dask scheduler: tcp://host:8786")] = None,
     target_dtype: Annotated[str | None, typer.Option(help="sets target.dtype: auto, bfloat16, float32 or fp8")] = None,
     gpus_per_target: Annotated[
@@ -143,18 +144,33 @@ def worker(
 
 
 @app.command()
-def train(gpus: Gpus = "all", set_: Set = None) -> None:
-    """Stage two: train a drafter from the store. Resumes by itself."""
-    from .config import load_settings
-    from .console import console, reporting
-    from .devices import choose_devices
-    from .stages import run_train
+def train(
+    gpus: Gpus = "all",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="wait for the store's first training documents, beside dflash extract")
+    ] = False,
+    json_: Annotated[bool, typer.Option("--json", help="report progress as JSON lines")] = False,
+    set_: Set = None,
+) -> None:
+    """Stage two: train a drafter from the store, with one process a GPU. Resumes by itself. Runs under torchrun too."""
+    from .training import train as run
 
-    settings = load_settings(Path.cwd(), set_ or [])
-    devices = choose_devices(gpus)
-    with reporting("train", "updates") as listener:
-        checkpoint = run_train(Path.cwd(), settings, devices, listener)
-    console.print(f"the drafter is in {checkpoint}")
+    if code := run(Path.cwd(), gpus, set_ or [], wait, json_):
+        raise typer.Exit(code)
+
+
+@app.command()
+def ablate(
+    sweep: Annotated[Path, typer.Argument(help="a TOML file: a base, and a grid or a list of named variants")],
+    gpus: Gpus = "all",
+    set_: Set = None,
+) -> None:
+    """Train variants of a drafter side by side, one process a GPU; then one table and one report. Resumes by itself."""
+    from .ablate.run import ablate as run
+    from .devices import choose_devices
+
+    if not run(Path.cwd(), sweep, set_ or [], choose_devices(gpus)):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -213,20 +229,18 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from ..store.format import DflashError
-    from .console import fail
+    from .console import fail, reason
 
     try:
         app()
-    except DflashError as error:
-        fail(str(error))
-        sys.exit(1)
-    except OSError as error:
-        fail(f"{error.strerror or error}: {error.filename or 'see the path in your settings'}")
+    except (DflashError, OSError) as error:
+        fail(reason(error))
         sys.exit(1)
     except (KeyboardInterrupt, SystemExit) as leaving:
         if isinstance(leaving, SystemExit) and leaving.code != STOPPED:
             raise
-        fail("stopped; run the same command again to go on")
+        if os.environ.get("RANK", "0") == "0":  # the others of a run say nothing
+            fail(AGAIN)
         sys.exit(STOPPED)
 
 

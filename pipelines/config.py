@@ -6,6 +6,7 @@ Each section's model stands beside the component it configures; this module only
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..extract.run import ExtractSettings
 from ..extract.target import TargetSettings
 from ..train.drafter import DrafterSettings
 from ..train.loss import LossSettings
-from ..train.trainer import TrainSettings
+from ..train.settings import TrainSettings
 from .location import FILE, STORE_PATH, ConfigError, read_toml
 
 
@@ -99,18 +100,22 @@ def parse_overrides(overrides: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
         yield section, key, parsed
 
 
-def check_keys(values: dict[str, Any], origin: str) -> None:
-    """Refuse unknown sections and keys, naming the nearest valid one. Raises ConfigError."""
-    known = [f"{section}.{key}" for section in COMMENTS for key in _section(section).model_fields]
+def check_keys(values: dict[str, Any], origin: str, also: Sequence[str] = ()) -> None:
+    """Refuse unknown sections and keys, naming the nearest valid one. Raises ConfigError.
+
+    Args:
+        also: keys, as `section.key`, that are allowed besides those of `dflash.toml`.
+    """
+    known = [f"{section}.{key}" for section in COMMENTS for key in _section(section).model_fields] + list(also)
     for section, content in values.items():
         if section not in COMMENTS:
-            raise ConfigError(f"{origin}: unknown section [{section}]{_nearest(section, list(COMMENTS))}")
+            raise ConfigError(f"{origin}: unknown section [{section}]{nearest(section, list(COMMENTS))}")
         if not isinstance(content, dict):
             raise ConfigError(f"{origin}: [{section}] must be a section of keys")
         for key in content:
             name = f"{section}.{key}"
             if name not in known:
-                raise ConfigError(f"{origin}: unknown key {name}{_nearest(name, known)}")
+                raise ConfigError(f"{origin}: unknown key {name}{nearest(name, known)}")
 
 
 def write_settings(path: Path, settings: Settings) -> None:
@@ -121,7 +126,7 @@ def write_settings(path: Path, settings: Settings) -> None:
         model = getattr(settings, section)
         for key, field in type(model).model_fields.items():
             value = getattr(model, key)
-            entry = f"# {key} =" if value is None else f"{key} = {_toml(value)}"
+            entry = f"# {key} =" if value is None else f"{key} = {toml_value(value)}"
             lines += [f"# {field.description}", entry]
         lines.append("")
     path.write_text("\n".join(lines))
@@ -132,7 +137,8 @@ def _section(name: str) -> type[BaseModel]:
     return annotation
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str]) -> str:
+    """The end of a sentence about an unknown name: what was meant, or else some that are known."""
     # A key may be right and its section wrong, so the last part is tried alone too.
     tails = {full.rpartition(".")[2]: full for full in known}
     if name.rpartition(".")[2] in tails:
@@ -140,15 +146,18 @@ def _nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, 1, 0.6)
     if not close and "." in name:
         close = [tails[tail] for tail in difflib.get_close_matches(name.rpartition(".")[2], list(tails), 1, 0.6)]
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known[:6])} and more"
+    some = ", ".join(known[:6]) + " and more" * (len(known) > 6)
+    return f"; did you mean {close[0]}?" if close else f"; known are {some}"
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it, and as `--set` reads it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False)  # TOML's strings are written as JSON's
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_value(str(key))} = {toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)

@@ -1,4 +1,5 @@
-"""The terminal: lines, and progress bars with rate and time left, or plain lines where there is none.
+"""The terminal: lines, and progress bars with rate and time left, and the numbers of the moment below them. Plain lines
+where there is no terminal.
 
 Knows no stage.
 """
@@ -8,18 +9,28 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..store.progress import Listener
+from ..store.progress import SILENT, Listener
 
 PLAIN_SECONDS = 10.0
 """Seconds between progress lines where there is no terminal."""
+
+WATCHED = {
+    "loss": "loss {:.3f}",
+    "accepted_length": "accepted length {:.2f}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "slots_per_second": "{:,.0f} slots/s",
+    "share_waiting_for_data": "waiting for data {:.0%}",
+    "gpu_memory_gib": "GPU {:.1f} GiB",
+}
+"""How numbers of the moment read, in this order; others follow under their own names."""
 
 # Into a file or a pipe nothing need be cut to fit a screen.
 _WIDE = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
@@ -45,11 +56,57 @@ class _RateColumn(TextColumn):
         return Text(f"{_number(speed)} {task.fields['unit']}/s" if speed else "", style="progress.data.speed")
 
 
+class _Watched:
+    """Numbers of the moment on as many lines as they need; none of them is broken in two."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for number in watched(self.values):
+            longer = f"{lines[-1]} · {number}" if lines[-1] else number
+            if len(longer) <= options.max_width:
+                lines[-1] = longer
+            else:
+                lines.append(number)
+        yield Text("\n".join(filter(None, lines)), no_wrap=True, overflow="ellipsis", style="dim")
+
+
+class _View(Progress):
+    """Bars, and below them the numbers of the moment once there are any."""
+
+    numbers = _Watched()  # of the class: the first picture is drawn while the base class is made
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.numbers.values:
+            yield self.numbers
+
+
+def watched(values: Mapping[str, float]) -> list[str]:
+    """Numbers of the moment as people read them."""
+    known = [text.format(values[name]) for name, text in WATCHED.items() if name in values]
+    return known + [f"{name.replace('_', ' ')} {value:,.4g}" for name, value in values.items() if name not in WATCHED]
+
+
 @contextmanager
-def reporting(title: str, unit: str, quiet: bool = False) -> Iterator[Listener]:
-    """A listener that shows a job: a bar on a terminal, a line every few seconds elsewhere, nothing when quiet."""
+def reporting(title: str, unit: str, quiet: bool = False, as_json: bool = False) -> Iterator[Listener]:
+    """A listener that shows a job: a bar on a terminal, a line every few seconds elsewhere.
+
+    Args:
+        title: the job's name.
+        unit: what its progress counts.
+        quiet: show nothing.
+        as_json: write JSON lines instead (`json_lines`).
+    """
     if quiet:
-        yield Listener(lambda line: None, lambda total, done: None, lambda amount, note: None)
+        yield SILENT
+    elif as_json:
+        from .json_lines import writing
+
+        with writing(sys.stdout) as listener:
+            yield listener
     elif console.is_terminal:
         columns = [
             TextColumn("{task.description}"),
@@ -59,13 +116,14 @@ def reporting(title: str, unit: str, quiet: bool = False) -> Iterator[Listener]:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
         ]
-        with Progress(*columns, console=console, speed_estimate_period=60) as progress:
+        with _View(*columns, console=console, speed_estimate_period=60) as progress:
+            progress.numbers = _Watched()
             yield _bar(progress, title, unit)
     else:
         yield _plain(title, unit)
 
 
-def _bar(progress: Progress, title: str, unit: str) -> Listener:
+def _bar(progress: _View, title: str, unit: str) -> Listener:
     task = progress.add_task(title, total=None, note="", unit=unit, start=False)
 
     def start(total: int, done: int) -> None:
@@ -74,18 +132,23 @@ def _bar(progress: Progress, title: str, unit: str) -> Listener:
 
     def advance(amount: int, note: str) -> None:
         progress.update(task, advance=amount)
-        if note:
+        if note and not progress.numbers.values:  # which say more, and in their own place
             progress.update(task, note=note)
 
     def say(line: str) -> None:
         progress.console.print(line, markup=False)
 
-    return Listener(say, start, advance, partial(_bar, progress))
+    def watch(values: Mapping[str, float]) -> None:
+        progress.numbers.values = {**progress.numbers.values, **values}  # replaced whole: another thread draws it
+        progress.update(task, note="")
+
+    return Listener(say, start, advance, partial(_bar, progress), watch)
 
 
 def _plain(title: str, unit: str) -> Listener:
     total = done = before = 0
     note = ""
+    numbers: dict[str, float] = {}
     began = last = time.monotonic()
     starting = True
 
@@ -107,12 +170,13 @@ def _plain(title: str, unit: str) -> Listener:
         last = now
         rate = (done - before) / max(now - began, 1e-9)
         left = (total - done) / rate if rate else 0.0
+        told = ", ".join(watched(numbers)) if numbers else note
         print(
-            f"{title}: {done:,} of {total:,} {unit}, {_number(rate)} {unit}/s, {left:.0f} s left {note}".rstrip(),
+            f"{title}: {done:,} of {total:,} {unit}, {_number(rate)} {unit}/s, {left:.0f} s left; {told}".rstrip("; "),
             flush=True,
         )
 
-    return Listener(lambda line: print(line, flush=True), start, advance, _plain)
+    return Listener(lambda line: print(line, flush=True), start, advance, _plain, numbers.update)
 
 
 def _number(rate: float) -> str:
@@ -122,3 +186,17 @@ def _number(rate: float) -> str:
 def fail(message: str) -> None:
     """Print why a command failed, on standard error."""
     print(f"dflash: {message}", file=sys.stderr, flush=True)
+
+
+def reason(error: Exception) -> str:
+    """An error that a person can put right, as a sentence."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}: {error.filename or 'see the path in your settings'}"
+    return str(error)
+
+
+def leave() -> None:
+    """Leave the terminal as it was found, in a process that ends at once, perhaps in the middle of a picture."""
+    if console.is_terminal:
+        console.file.write("\x1b[?25h\n")  # the cursor, which a bar hides
+        console.file.flush()

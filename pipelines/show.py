@@ -25,7 +25,7 @@ def show_evaluation(result: dict[str, Any]) -> None:
         ("tokens", "tokens"),
     ):
         table.add_row(title, *(f"{column[key]:,}" for column in columns))
-    table.add_row("accepted length", *(number(column["accepted_length"]) for column in columns))
+    table.add_row("accepted length", *(_with_interval(column) for column in columns))
     for slot in range(1, result["block_size"]):
         table.add_row(f"slot {slot} accepted", *(_share(c["acceptance_by_position"][slot - 1]) for c in columns))
     for tag in sorted({tag for column in columns for tag in column["accepted_length_by_tag"]}):
@@ -59,6 +59,11 @@ def show_agreement(decoding: dict[str, Any]) -> None:
 def number(value: float | None) -> str:
     """Two decimals, or a dash."""
     return "-" if value is None else f"{value:.2f}"
+
+
+def _with_interval(column: dict[str, Any]) -> str:
+    low, high = column["accepted_length_interval"] or (None, None)
+    return number(column["accepted_length"]) + ("" if low is None else f" ({number(low)}-{number(high)})")
 
 
 def _share(value: float | None) -> str:

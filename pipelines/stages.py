@@ -7,13 +7,18 @@ listeners.
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..store import Store, open_store
+from ..store import TRAIN, Store, open_store, place_of
+from ..store.format import RECORD
+from ..store.place import Directory
 from ..store.progress import SILENT, Listener
 from .config import Settings
 from .location import ConfigError, located
+from .stopping import Stop
 
 
 def target_path(folder: Path, settings: Settings) -> str:
@@ -73,22 +78,99 @@ def warn_of_room(seen: Any, listener: Listener) -> None:
         listener.say(f"warning: {warning}")
 
 
-def run_train(folder: Path, settings: Settings, devices: list[str], listener: Listener) -> Path:
-    """Stage two on one device. Returns the last checkpoint's folder.
+def run_train(
+    folder: Path,
+    settings: Settings,
+    devices: list[str],
+    listener: Listener,
+    stop: Stop | None = None,
+    changed: Sequence[str] = (),
+) -> Path:
+    """Stage two on one device: all of a run, or the rank of it that the environment names.
+
+    Args:
+        devices: this process's device, alone.
+        stop: asks the trainer to stop, once there is one.
+        changed: overrides that the settings were made with; the run's name tells them.
+
+    Returns:
+        The last checkpoint's folder.
 
     Raises:
-        ConfigError: several devices were named.
+        Stopped: it was asked to, and has saved.
+        PeerLost: another rank is gone.
     """
-    from ..train.trainer import Trainer
+    from ..train.ranks import join
+    from ..train.trainer import Stopped, Trainer
 
-    if len(devices) != 1:
-        raise ConfigError(
-            "a run trains on one device for now: name one GPU, and start one run a GPU for several drafters"
-        )
-    store = open_store(store_location(folder, settings))
+    [device] = devices
     run = folder / Path(settings.train.run).expanduser()
-    where = torch_device(devices[0])
-    return Trainer(store, settings.drafter, settings.loss, settings.train, run, where, listener).run()
+    ranks = join(torch_device(device))
+    try:
+        store = open_store(store_location(folder, settings))
+        sections = settings.drafter, settings.loss, settings.train
+        begin_from = drafter_folder(folder, settings.train.init_from, listener) if ranks.leads else None
+        trainer = Trainer(store, *sections, run, ranks, listener, begin_from, run_name(settings, changed))
+        if stop:
+            stop.instead(trainer.ask_to_stop)
+        last = trainer.run()
+    except Stopped:
+        ranks.close()
+        raise
+    ranks.close()  # not after an error: it may wait for ranks that wait for this one
+    return last
+
+
+def drafter_folder(folder: Path, said: str | None, listener: Listener) -> Path | None:
+    """The folder of the drafter that `train.init_from` names: a path, or what the hub has under that name.
+
+    Refuses nothing: a run that goes on does not need it any more, and one that begins looks for itself.
+    """
+    if said is None:
+        return None
+    local = folder / Path(said).expanduser()
+    if local.exists() or said.count("/") != 1 or said.startswith((".", "/", "~")):
+        return local
+    from ..extract.target import TargetError, locate
+
+    try:
+        return locate(said)
+    except TargetError as error:
+        listener.say(f"note: train.init_from: {error}")
+        return local
+
+
+def run_name(settings: Settings, changed: Sequence[str]) -> str:
+    """What a run is called where many are listed: its folder's name and what was set differently, "drafter lr=3e-4"."""
+    differs = [text.partition(".")[2] for text in changed if not text.strip().startswith("train.run=")]
+    return " ".join([Path(settings.train.run).name, *differs])
+
+
+def wait_for_documents(location: str, say: Callable[[str], None], seconds: float = 2.0) -> None:
+    """Wait until a store is there and its first training documents are, for training beside `dflash extract`.
+
+    Args:
+        say: told once, if there is something to wait for.
+        seconds: between looks.
+
+    Raises:
+        StoreError: something else is there.
+    """
+    told = False
+    while not _has_documents(location):
+        if not told:
+            say(f"waiting for the first training documents of {location}")
+            told = True
+        time.sleep(seconds)
+
+
+def _has_documents(location: str) -> bool:
+    place = place_of(location)
+    if isinstance(place, Directory):
+        there = place.path.is_file() or (place.path.is_dir() and any(place.path.iterdir()))
+    else:
+        there = place.exists(RECORD)
+    return there and any(part.split == TRAIN for part in open_store(place).parts)
 
 
 def run_evaluate(

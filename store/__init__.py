@@ -4,7 +4,7 @@ Knows nothing of targets, drafters or training. Both stages import it; it import
 torch nor zarr-python, so that looking into one is quick.
 """
 
-from .batches import pack, share, shuffled
+from .batches import check_shares, mixed, pack, share, shuffled
 from .format import HELDOUT, TRAIN, DflashError, Identity, PartRecord, StoreError, StoreFullError, part_id
 from .head import Head, load_head
 from .place import Place, place_of
@@ -30,10 +30,12 @@ __all__ = [
     "Store",
     "StoreError",
     "StoreFullError",
+    "check_shares",
     "create_store",
     "existing_store",
     "load_head",
     "lock_store",
+    "mixed",
     "open_store",
     "pack",
     "part_id",

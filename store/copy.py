@@ -10,7 +10,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from .format import HEAD, PLANS, RECORD, StoreError
+from .format import HEAD, PLAN, PLANS, RECORD, StoreError
 from .place import Directory, Place, clear_errors, place_of
 from .progress import SILENT, Listener
 from .reader import Store, open_store
@@ -40,7 +40,7 @@ def copy_store(source: str | Path | Place, target: str | Path | Place, listener:
         raise StoreError(f"{place} is a copy of another generation of {store.place}: copy to a new path")
     with place.hold():
         for plan in store.place.folders(PLANS):
-            _copy_folder(store.place, place, f"{PLANS}/{plan}", "plan.json")
+            _copy_folder(store.place, place, f"{PLANS}/{plan}", PLAN)
         listener.start(store.tokens, 0)
         pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dflash-copy")
         try:

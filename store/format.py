@@ -36,6 +36,8 @@ DOCUMENTS = "meta/documents.safetensors"
 HEAD = "meta/head"
 STAGING = "meta/staging"
 PLANS = "meta/plans"
+PLAN = "plan.json"
+"""In the folder of a plan: units, and under `tokens` how many each split will have from them."""
 LOCK = "meta/extract.lock"
 
 
@@ -76,6 +78,11 @@ class Identity(BaseModel):
     hidden_size: int
     num_layers: int
     vocab_size: int
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all of it: 16 hexadecimal digits, the same for stores whose states compare."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
     def differences(self, other: Identity, here: str = "here", there: str = "there") -> list[str]:
         """The fields in which `other` differs, each as `field: ours HERE, theirs THERE`; empty when there is none."""

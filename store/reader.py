@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from .format import FORMAT, RECORD, ROOT_KEY, Encoding, Identity, PartRecord, StoreError
+from .format import FORMAT, PLAN, PLANS, RECORD, ROOT_KEY, Encoding, Identity, PartRecord, StoreError
 from .index import EMPTY, DocumentIndex, read_documents, read_manifest, write_documents, write_manifest_file
 from .place import Directory, Place, place_of
 from .row_reader import Piece, RowsReader, open_rows, pieces
@@ -138,6 +138,18 @@ class Store:
     def bytes_stored(self) -> int:
         """Bytes of states, tokens and masks by count: rows times their size."""
         return stored_bytes(self.identity, self.tokens)
+
+    def planned_tokens(self, split: str) -> int:
+        """Tokens of a split once an extraction that is under way, or was left off, has written all of its plan."""
+        total = sum(part.tokens for part in self.parts if part.split == split)
+        try:
+            for key in self.place.folders(PLANS):
+                plan = json.loads(self.place.read(f"{PLANS}/{key}/{PLAN}"))
+                there = sum(part.tokens for part in self.parts if part.split == split and part.plan == plan["key"])
+                total += max(0, plan.get("tokens", {}).get(split, 0) - there)
+        except FileNotFoundError:  # a store without plans, or one whose plan is just being replaced
+            pass
+        return total
 
     def refresh(self) -> None:
         """See the parts committed since the store was opened. Indices into `parts` change; `Documents` go stale."""

@@ -11,6 +11,7 @@ A checkpoint appears under its name by one rename, whole. Safetensors and JSON o
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -24,12 +25,14 @@ from safetensors.torch import load_file, save_file
 
 from ..store import DflashError, Identity
 from ..store.files import rename_whole
+from ..store.place import FULL
 from .drafter import Drafter, DrafterSettings
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 STATE = "training/state.json"
 OPTIMIZER = "training/optimizer.safetensors"
+NAME = re.compile(r"step-\d{8,}")
 
 
 class CheckpointError(DflashError):
@@ -151,7 +154,7 @@ def save_checkpoint(
         folder.parent.mkdir(parents=True, exist_ok=True)
         staged = Path(tempfile.mkdtemp(prefix=".saving.", dir=folder.parent))
     except OSError as error:
-        raise CheckpointError(f"cannot save a checkpoint in {folder.parent}: {error.strerror}") from None
+        raise CheckpointError(f"cannot save a checkpoint in {folder.parent}: {_reason(error)}") from None
     try:
         staged.chmod(0o755)
         (staged / "training").mkdir()
@@ -168,13 +171,29 @@ def save_checkpoint(
             rename_whole(staged, folder)
             shutil.rmtree(doomed)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot save the checkpoint {folder}: {error}") from None
+        raise CheckpointError(f"cannot save the checkpoint {folder}: {_reason(error)}") from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
 
 
+def _reason(error: OSError | SafetensorError) -> str:
+    """What a person can do about it comes with it."""
+    # safetensors wraps the system's error in its own, as text.
+    full = error.errno in FULL if isinstance(error, OSError) else "os error 28" in str(error)
+    if full:
+        return "no room is left on the disk; make room and run the same command again"
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
 def clear_leftovers(folder: Path) -> None:
-    """Remove what a kill left half saved or half removed; nothing else."""
+    """Put right what a kill left half saved or half removed; nothing else is touched.
+
+    A checkpoint that was to give way to another of its name, which then did not come, is put back.
+    """
+    for path in folder.glob(".removing.*"):
+        named = folder / path.name.removeprefix(".removing.")
+        if not named.exists() and all((path / name).is_file() for name in (WEIGHTS, CONFIG, STATE, OPTIMIZER)):
+            path.rename(named)
     for path in [*folder.glob(".saving.*"), *folder.glob(".removing.*")]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -183,8 +202,25 @@ def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints of a run, the oldest first; one half written or empty has another name or no weights."""
     if not folder.is_dir():
         return []
-    found = (path for path in folder.iterdir() if path.name.startswith("step-"))
-    return sorted(path for path in found if (path / WEIGHTS).is_file() and (path / CONFIG).is_file())
+    found = (path for path in folder.iterdir() if NAME.fullmatch(path.name))
+    return sorted(
+        (path for path in found if (path / WEIGHTS).is_file() and (path / CONFIG).is_file()), key=checkpoint_step
+    )
+
+
+def checkpoint_step(folder: Path) -> int:
+    """Updates made before a checkpoint, by its name."""
+    return int(folder.name.rpartition("-")[2])
+
+
+def remove_checkpoint(folder: Path) -> bool:
+    """Remove a checkpoint, unless something that is not of it lies in it, or it is a link: then nothing happens."""
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    if folder.is_symlink() or files - {WEIGHTS, CONFIG, STATE, OPTIMIZER, "training"}:
+        return False
+    # Renamed first: a kill half way through leaves nothing that looks like a checkpoint.
+    shutil.rmtree(folder.rename(folder.with_name(f".removing.{folder.name}")))
+    return True
 
 
 def load_drafter(folder: Path, dtype: torch.dtype, device: torch.device) -> tuple[Drafter, dict[str, Any]]:

@@ -6,11 +6,37 @@ from typing import Any
 
 import torch
 
-from ..store import Documents, Head, Store, StoreError
+from ..store import TRAIN, Documents, Head, Store, StoreError, check_shares
 from .drafter import DrafterSettings
 from .journal import TrainError
 from .kernels.products import MULTIPLE
 from .loss import LossSettings
+from .settings import TrainSettings
+
+
+def check_run(
+    store: Store,
+    head: Head,
+    drafter: DrafterSettings,
+    loss: LossSettings,
+    settings: TrainSettings,
+    device: torch.device,
+) -> None:
+    """All that can be told without beginning: the layers, the mask token, the states, the documents, the widths.
+
+    Raises:
+        StoreError: the store has not what the run needs.
+        TrainError: fp8 does not fit the GPU or the widths.
+    """
+    store.layer_indices(tuple(drafter.layer_ids))
+    check_mask_token(drafter, store, head)
+    check_final(store, loss)
+    documents = store.documents(TRAIN)
+    check_documents(store, documents, settings.tokens)
+    if settings.mixture:
+        check_shares(documents, settings.mixture)
+    if settings.dtype == "fp8":
+        check_fp8(drafter, store, device)
 
 
 def check_documents(store: Store, documents: Documents, tokens: int) -> None:
@@ -66,13 +92,16 @@ def check_fp8(drafter: DrafterSettings, store: Store, device: torch.device) -> N
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs from the settings a checkpoint was made with, in words."""
+    fields = TrainSettings.model_fields.items()
+    defaults = {"train": {name: field.get_default(call_default_factory=True) for name, field in fields}}
     found = []
     for section in now:
         if section not in before:
             found.append(f"an earlier version of dflash wrote it, without [{section}]")
             continue
         for key, value in now[section].items():
-            old = before.get(section, {}).get(key)
+            # What an earlier version had no setting for, it did as is the default now.
+            old = before[section].get(key, defaults.get(section, {}).get(key))
             if old != value:
                 found.append(f"{section}.{key} was {old}, now {value}")
     return found

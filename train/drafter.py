@@ -8,7 +8,9 @@ Embedding and LM head are the target's and stay outside. Layout and formulas fol
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
 import torch
@@ -153,9 +155,15 @@ class Layer(nn.Module):
         context: torch.Tensor,
         blocks: Blocks,
         fp8: bool,
+        done: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Residual stream `[A * B, H]` and what is still to be added to it, both in and out."""
+        """Residual stream `[A * B, H]` and what is still to be added to it, both in and out.
+
+        `done` is called in backward, once it is through all of the layer's products with blocks.
+        """
         h, x = self.input_layernorm(h, delta)
+        if done is not None and x.requires_grad:
+            x.register_hook(lambda _: done())
         h, x = self.post_attention_layernorm(h, self.self_attn(x, tables, context, blocks, fp8))
         return h, self.mlp(x, fp8)
 
@@ -174,6 +182,8 @@ class Drafter(nn.Module):
         self.hidden_size = hidden_size
         self.fp8 = False
         """Whether products with weights are in fp8 (`kernels/products.py`)."""
+        self.layer_done: Callable[[int], None] | None = None
+        """Told in backward of each layer whose weights but k_proj's and v_proj's have their gradients."""
         self.fc = nn.Linear(len(settings.layer_ids) * hidden_size, hidden_size, bias=False)
         self.hidden_norm = RMSNorm(hidden_size, settings.rms_norm_eps)
         self.layers = nn.ModuleList([Layer(settings, hidden_size, kind) for kind in settings.layer_types])
@@ -231,8 +241,9 @@ class Drafter(nn.Module):
         slots = torch.arange(embedded.shape[1], device=embedded.device)
         tables = self._tables(((blocks.anchors - blocks.starts)[:, None] + slots).flatten())
         h, delta = embedded.flatten(0, 1), None
-        for layer, pair in zip(self._layers(), context, strict=True):
-            h, delta = layer(h, delta, tables, pair, blocks, self.fp8)
+        for number, (layer, pair) in enumerate(zip(self._layers(), context, strict=True)):
+            done = partial(self.layer_done, number) if self.layer_done else None
+            h, delta = layer(h, delta, tables, pair, blocks, self.fp8, done)
         return self.norm(h, delta)[1].view_as(embedded)
 
     def block_inputs(self, embedding: torch.Tensor, anchor_tokens: torch.Tensor) -> torch.Tensor:

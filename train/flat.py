@@ -75,6 +75,11 @@ class Flat:
         start, shape = self._places[name]
         return buffer[start : start + math.prod(shape)].view(shape)
 
+    def span(self, first: str, last: str) -> slice:
+        """Where the parameters from `first` to `last` lie, in the order of `names`."""
+        start, shape = self._places[last]
+        return slice(self._places[first][0], start + math.prod(shape))
+
     def begin(self) -> None:
         """To be called before each backward pass; all matrices must have a part in it (`kernels/products.py`)."""
         if self.accumulates:

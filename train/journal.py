@@ -16,6 +16,9 @@ from ..store.progress import Listener
 from .metrics import Metrics
 from .step import REPORTS, Found, Report
 
+WATCHED = ("loss", "tokens_per_second", "slots_per_second", "share_waiting_for_data", "gpu_memory_gib")
+"""Of a line, what a live view shows."""
+
 
 class TrainError(DflashError):
     """A run that stops as it was told to; the message is for people."""
@@ -30,30 +33,34 @@ class Update:
         documents: ids of the documents it was made from.
         report: its numbers, on their way.
         line: what else is to be said of the steps up to this one, or None to say nothing yet.
+        seconds: what those steps took.
     """
 
     step: int
     documents: Sequence[str]
     report: Report
     line: dict[str, float] | None
+    seconds: float
 
 
 class Journal:
     """Takes updates in, writes lines of metrics.
 
     Args:
-        metrics: where lines go.
-        listener: told of updates that were left out.
+        metrics: where lines go; None on a rank that does not lead.
+        listener: told of updates that were left out, and what a line says.
         skipped: updates left out before.
         stop: whether a gradient that is not finite ends the run.
     """
 
-    def __init__(self, metrics: Metrics, listener: Listener, skipped: int, stop: bool) -> None:
+    def __init__(self, metrics: Metrics | None, listener: Listener, skipped: int, stop: bool) -> None:
         self._metrics, self._listener, self._skipped, self._stop = metrics, listener, skipped, stop
         self._pending: deque[Update] = deque()
         self._sum: Found | None = None
         self.note = ""
         """The last loss, for a progress bar."""
+        self.stop: int | None = None
+        """The step whose update found that a rank had been asked to stop: the first such."""
 
     def add(self, update: Update) -> None:
         """Take an update in, and whatever is ready. Raises TrainError as `settle`."""
@@ -68,6 +75,8 @@ class Journal:
 
     def _take(self, update: Update) -> None:
         found = update.report.read()
+        if found.stop and self.stop is None:
+            self.stop = update.step
         if found.skipped > self._skipped:
             self._skipped = found.skipped
             self._left_out(update, found)
@@ -75,9 +84,15 @@ class Journal:
             self._sum = found if self._sum is None else self._sum + found
         if update.line is not None:
             # Of updates that were made; where none was, there is no loss to tell.
-            told = {} if self._sum is None else {**self._sum.numbers(), "grad_norm": self._sum.grad_norm}
-            self._metrics.write(update.step, {**told, **update.line, "skipped_updates": found.skipped})
-            self.note = f"loss {told['loss']:.3f}" if told else ""
+            told = {}
+            if self._sum is not None:
+                slots = float(self._sum.supervised.sum()) / update.seconds
+                told = {**self._sum.numbers(), "grad_norm": self._sum.grad_norm, "slots_per_second": slots}
+            told |= update.line
+            if self._metrics is not None:
+                self._metrics.write(update.step, {**told, "skipped_updates": found.skipped})
+            self._listener.watch({name: told[name] for name in WATCHED if name in told})
+            self.note = f"loss {told['loss']:.3f}" if "loss" in told else ""
             self._sum = None
 
     def _left_out(self, update: Update, found: Found) -> None:

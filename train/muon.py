@@ -44,7 +44,7 @@ class MasterMuon:
         clip, weight_decay: as in `MasterAdamW`; the clip is for what AdamW updates.
     """
 
-    capturable = False
+    capturable: bool = False
 
     def __init__(self, flat: Flat, *, ratio: float, clip: float, weight_decay: float) -> None:
         rest = flat.rest()
@@ -88,6 +88,22 @@ class MasterMuon:
         master.mul_(1 - rate * self._weight_decay).add_(step, alpha=-rate * size)
         weight.copy_(master)
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """All that is kept from update to update but the counts, flat, fp32."""
+        return [self._masters, self._momenta, *self._rest.buffers]
+
+    @property
+    def counts(self) -> list[torch.Tensor]:
+        """Updates made and left out."""
+        return self._rest.counts
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the masters into the model's weights."""
+        self._rest.publish()
+        self.flat.weights[: self.flat.matrices].copy_(self._masters)
+
     def state(self) -> dict[str, torch.Tensor]:
         """Everything an exact resumption needs, by name: views, not copies."""
         found = self._rest.state()
@@ -100,5 +116,4 @@ class MasterMuon:
         """Take over what `state` gave, and write the masters into the model's weights."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
-        self._rest.load(state)
-        self.flat.weights[: self.flat.matrices].copy_(self._masters)
+        self.publish()

@@ -7,19 +7,64 @@ update can be captured in a CUDA graph. Knows flat buffers, nothing of drafters.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 
 from .flat import Flat
 from .kernels.adamw import adamw, squared_norm
+from .ranks import Ranks
 
 
-def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
-    """Linear warm-up over the share `warmup` of `total` steps, then a cosine to zero. `step` counts from 0."""
+class Optimizer(Protocol):
+    """What a run asks of an optimizer: `MasterAdamW` or `muon.MasterMuon`."""
+
+    capturable: bool
+    """Whether `step` may be captured in a CUDA graph."""
+    flat: Flat
+
+    @property
+    def skipped(self) -> torch.Tensor:
+        """Updates left out so far, a scalar on the device."""
+        ...
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """All that is kept from update to update but the counts, flat, fp32."""
+        ...
+
+    @property
+    def counts(self) -> list[torch.Tensor]:
+        """Scalars that count updates."""
+        ...
+
+    def step(self, rate: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+        """One update; the gradient's norm."""
+        ...
+
+    def publish(self) -> None:
+        """Write the masters into the model's weights."""
+        ...
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything an exact resumption needs, by name."""
+        ...
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over what `state` gave."""
+        ...
+
+
+def learning_rate(before: int, after: int, total: int, peak: float, warmup: float) -> float:
+    """Linear warm-up over the share `warmup` of `total`, then a cosine to zero.
+
+    Args:
+        before, after: where the update begins and ends, of `total`: batches, or updates.
+    """
     rising = max(1, round(total * warmup))
-    if step < rising:
-        return peak * (step + 1) / rising
-    progress = min(1.0, (step - rising) / max(1, total - rising))
+    if before < rising:
+        return peak * min(1.0, after / rising)
+    progress = min(1.0, (before - rising) / max(1, total - rising))
     return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -32,8 +77,7 @@ class MasterAdamW:
         weight_decay: applied to matrices, never to norms.
     """
 
-    capturable = True
-    """Whether `step` may be captured in a CUDA graph."""
+    capturable: bool = True
 
     def __init__(
         self,
@@ -81,6 +125,21 @@ class MasterAdamW:
         )  # fmt: skip
         return norm.float()
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """All that is kept from update to update but the counts, flat, fp32."""
+        return [self.masters, self.first, self.second]
+
+    @property
+    def counts(self) -> list[torch.Tensor]:
+        """Updates made and left out."""
+        return [self.count, self.skipped]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the masters into the model's weights."""
+        self.flat.weights.copy_(self.masters)
+
     def state(self) -> dict[str, torch.Tensor]:
         """Everything an exact resumption needs, by name: views, not copies."""
         found = {"count": self.count, "skipped": self.skipped}
@@ -93,4 +152,23 @@ class MasterAdamW:
         """Take over what `state` gave, and write the masters into the model's weights."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
-        self.flat.weights.copy_(self.masters)
+        self.publish()
+
+
+def share(optimizer: Optimizer, ranks: Ranks) -> None:
+    """Give rank 0's weights and optimizer to all ranks."""
+    ranks.share([*optimizer.buffers, *optimizer.counts])
+    optimizer.publish()
+
+
+@torch.no_grad()
+def average(optimizer: Optimizer, ranks: Ranks) -> None:
+    """Replace weights and moments by their means over ranks that have made updates of their own (local steps).
+
+    Moments too, so that all ranks stand alike afterwards and one checkpoint holds them. Of counts the largest is taken.
+    """
+    for buffer in optimizer.buffers:
+        ranks.add(buffer)
+        buffer.div_(ranks.count)
+    ranks.largest(*optimizer.counts)
+    optimizer.publish()

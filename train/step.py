@@ -1,8 +1,10 @@
 """One training step: micro-batches forward and backward, then an update; on a GPU two CUDA graphs, replayed.
 
 A batch goes into fixed buffers, anchors are drawn, blocks run, the loss's gradient accumulates; the update divides by
-the accumulated denominator. Nothing waits for the device: what a step found is copied into pinned memory behind it, and
-read once it is there. Knows nothing of epochs, checkpoints or files.
+the accumulated denominator. With several ranks gradients, numerators and denominators are summed over them first: one
+batch an update on each of N ranks, or N batches an update on one, make the same update but for rounding. Nothing waits
+for the device: what a step found is copied into pinned memory behind it, and read once it is there. Knows nothing of
+epochs, checkpoints or files.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from .graphs import captured
 from .head import LmHead
 from .inputs import Inputs
 from .loss import BlockLoss, LossSettings, TargetRows, block_loss
-from .muon import MasterMuon
-from .optimizer import MasterAdamW
+from .optimizer import Optimizer
+from .ranks import Ranks, alone
+from .reduce import GradientSum
 
 REPORTS = 8
 """Reports that may be on their way at a time."""
@@ -36,6 +39,7 @@ class Found:
         correct, supervised, overlap: sums by slot, `[B-1]`.
         grad_norm: of the update, before clipping.
         skipped: updates left out since the run began.
+        stop: ranks that had been asked to stop.
     """
 
     numerator: float
@@ -45,9 +49,10 @@ class Found:
     overlap: np.ndarray
     grad_norm: float
     skipped: int
+    stop: int
 
     def __add__(self, later: Found) -> Found:
-        """Both together; norm and count are the later one's."""
+        """Both together; norm and counts are the later one's."""
         return Found(
             self.numerator + later.numerator,
             self.denominator + later.denominator,
@@ -56,6 +61,7 @@ class Found:
             self.overlap + later.overlap,
             later.grad_norm,
             later.skipped,
+            later.stop,
         )
 
     def numbers(self) -> dict[str, float]:
@@ -84,9 +90,9 @@ class Report:
         """The numbers, waited for if need be."""
         if self._done is not None:
             self._done.synchronize()
-        numerator, denominator, norm, skipped = self._values[:4].tolist()
-        correct, supervised, overlap = self._values[4:].double().numpy().reshape(3, -1)
-        return Found(numerator, denominator, correct, supervised, overlap, norm, int(skipped))
+        numerator, denominator, norm, skipped, stop = self._values[:5].tolist()
+        correct, supervised, overlap = self._values[5:].double().numpy().reshape(3, -1)
+        return Found(numerator, denominator, correct, supervised, overlap, norm, int(skipped), int(stop))
 
 
 class Forward:
@@ -151,14 +157,25 @@ class TrainStep:
         forward: what is trained.
         optimizer: over the drafter's parameters.
         measured: a second forward to capture beside it, for validation; it shares the graphs' memory.
+        ranks: whose gradients are summed at every update, and whose validation; by default there is one.
     """
 
-    def __init__(self, forward: Forward, optimizer: MasterAdamW | MasterMuon, measured: Forward | None = None) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        optimizer: Optimizer,
+        measured: Forward | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.device = forward.inputs.device
         self._forward, self._optimizer, self._measured = forward, optimizer, measured
-        self._rate, self._denominator, self._norm = (torch.zeros((), device=self.device) for _ in range(3))
+        self._ranks = ranks or alone(self.device)
+        # Several backward passes an update: their sum is final only after the last, and the update adds it over ranks.
+        apart = self._ranks.joined and not optimizer.flat.accumulates
+        self._sum = GradientSum(forward.drafter, optimizer.flat, self._ranks) if apart else None
+        self._rate, self._norm, self._stop, self._stops = (torch.zeros((), device=self.device) for _ in range(4))
         pinned = self.device.type == "cuda"
-        self._slots = [torch.zeros(len(forward.sums) + 2, pin_memory=pinned) for _ in range(REPORTS)]
+        self._slots = [torch.zeros(len(forward.sums) + 3, pin_memory=pinned) for _ in range(REPORTS)]
         self._reports = 0
         skipped = optimizer.skipped.clone()
         works = [self._backward]
@@ -170,7 +187,7 @@ class TrainStep:
         self._measure = replays[-1]
         # Put right what capturing left; the buffers held no batch, so no weight has moved.
         optimizer.skipped.copy_(skipped)
-        for used in (optimizer.flat.gradients, forward.sums, self._denominator, self._norm):
+        for used in (optimizer.flat.gradients, forward.sums, self._norm):
             used.zero_()
         if measured is not None:
             measured.sums.zero_()
@@ -188,17 +205,22 @@ class TrainStep:
         self._forward.inputs.take()
         self._micro()
 
-    def update(self, rate: float) -> None:
-        """Update the weights from what accumulated."""
+    def update(self, rate: float) -> Report:
+        """Update the weights from what accumulated. Returns what the update found, as `report`."""
         self._rate.fill_(rate)
         self._update()
+        return self.report()
 
     def report(self) -> Report:
-        """What the micro-batches since the last report and the last update gave, on its way to the host.
+        """What the micro-batches since the last report gave, on its way to the host.
 
         Once `REPORTS` more have been asked for, an older one must have been read.
         """
         return self._send(self._forward.sums)
+
+    def ask_to_stop(self) -> None:
+        """From the next update on tell all ranks, in what they find, that this one has been asked to stop."""
+        self._stop.fill_(1)
 
     def validate(self, batch: Batch, number: int) -> None:
         """Loss of a batch without gradients, for `validation`."""
@@ -209,12 +231,13 @@ class TrainStep:
         self._measured.inputs.sent()
 
     def validation(self) -> Found:
-        """What was validated since this was asked for last."""
+        """What was validated since this was asked for last; by all ranks, who must all ask."""
         assert self._measured is not None
+        self._ranks.add(self._measured.sums)
         return self._send(self._measured.sums).read()
 
     def _send(self, sums: torch.Tensor) -> Report:
-        values = torch.cat([sums[:2], self._norm[None], self._optimizer.skipped[None], sums[2:]])
+        values = torch.cat([sums[:2], self._norm[None], self._optimizer.skipped[None], self._stops[None], sums[2:]])
         slot = self._slots[self._reports % REPORTS]
         self._reports += 1
         slot.copy_(values, non_blocking=True)
@@ -227,11 +250,18 @@ class TrainStep:
 
     def _backward(self) -> None:
         self._optimizer.flat.begin()
-        found = self._forward.loss()
-        found.numerator.backward()
+        self._forward.loss().numerator.backward()
         self._optimizer.flat.end()
-        self._denominator += found.denominator
+        if self._sum is not None:
+            self._sum.finish()
 
     def _apply(self) -> None:
-        self._norm.copy_(self._optimizer.step(self._rate, self._denominator))
-        self._denominator.zero_()
+        sums = self._forward.sums
+        if self._ranks.joined:
+            found = torch.cat([sums, self._stop[None]])
+            self._ranks.add(found)
+            sums.copy_(found[:-1])
+            self._stops.copy_(found[-1])
+            if self._sum is None:
+                self._ranks.add(self._optimizer.flat.gradients)
+        self._norm.copy_(self._optimizer.step(self._rate, sums[1]))

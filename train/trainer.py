@@ -1,4 +1,4 @@
-"""A training run: epochs of packed batches, checkpoints, validation, and going on where a run stopped.
+"""A training run: epochs of packed batches on some ranks, checkpoints, validation, and going on where it stopped.
 
 Everything that decides what happens next (step, epoch, place in the epoch, parts of the store) is in the checkpoint,
 so a resumed run makes the same updates. Puts the other modules together; computes nothing itself.
@@ -6,40 +6,20 @@ so a resumed run makes the same updates. Puts the other modules together; comput
 
 from __future__ import annotations
 
-import math
-import shutil
-import time
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
-from ..store import (
-    HELDOUT,
-    TRAIN,
-    Batch,
-    BatchStream,
-    Documents,
-    Store,
-    load_head,
-    pack,
-    shuffled,
-)
-from ..store.progress import Listener
-from .checkpoint import (
-    CheckpointError,
-    checkpoints,
-    clear_leftovers,
-    drafter_config,
-    load_resume,
-    save_checkpoint,
-)
-from .checks import changed_settings, check_documents, check_final, check_fp8, check_mask_token
+from ..store import Batch, BatchStream, DflashError, Documents, Store, load_head
+from ..store.progress import SILENT, Listener
+from .checkpoint import CheckpointError, Resume, drafter_config, save_checkpoint
+from .checks import changed_settings, check_run
+from .course import Course, Epoch, Position
 from .drafter import Drafter, DrafterSettings
-from .evaluate.summary import accepted_length
 from .evaluate.walk import walk
 from .flat import Flat
 from .graphs import MemoryWatch
@@ -47,70 +27,25 @@ from .head import LmHead
 from .inputs import Ends, Inputs, buffers_for
 from .journal import Journal, Update
 from .loss import LossSettings
+from .meter import Meter
 from .metrics import Metrics
 from .muon import MasterMuon
-from .optimizer import MasterAdamW, learning_rate
-from .step import Forward, TrainStep
+from .optimizer import MasterAdamW, Optimizer, average, share
+from .ranks import Ranks, alone
+from .run_folder import RunFolder, versions
+from .settings import FREE_TO_CHANGE, TrainSettings
+from .step import Forward, Report, TrainStep
+from .stopping import StopSignal
+from .trackers import open_trackers
+from .validation import Validation
+from .warm_start import warm_start
 
 VALIDATION_SEED = 0x5EED
 """Anchors of the validation loss are the same in every run and epoch."""
 
 
-class TrainSettings(BaseModel):
-    """Section `[train]`."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    run: str = Field("runs/drafter", description="folder of checkpoints and metrics; one a variant")
-    epochs: int = Field(6, ge=1, description="passes over the training documents")
-    tokens: int = Field(3072, ge=2, description="tokens of a packed batch")
-    anchors: int = Field(512, ge=1, description="blocks drawn from a packed batch")
-    accumulate: int = Field(1, ge=1, description="packed batches an update")
-    lr: float = Field(6e-4, gt=0, description="peak learning rate")
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="adamw as published; muon: Muon for matrices, AdamW for the rest"
-    )
-    muon_lr: float = Field(0.02, gt=0, description="peak learning rate of Muon's matrices")
-    warmup: float = Field(0.04, ge=0, le=1, description="share of the updates that warm up; then a cosine to zero")
-    clip: float = Field(1.0, gt=0, description="largest global norm of the gradient")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's, on matrices only")
-    non_finite: Literal["skip", "stop"] = Field(
-        "skip", description="an update whose gradient is not finite is left out, or ends the run; named either way"
-    )
-    seed: int = Field(0, ge=0, description="of weights, data order and anchors")
-    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = Field(
-        "auto",
-        description="what the drafter computes in; masters are fp32. auto: bfloat16 on a GPU, float32 on the CPU; fp8: "
-        "bfloat16 with matrix products in fp8, faster and coarser",
-    )
-    save_every: int = Field(200, ge=1, description="updates between checkpoints; each epoch ends with one too")
-    keep: int = Field(2, ge=1, description="checkpoints kept")
-    log_every: int = Field(10, ge=1, description="updates between lines of metrics")
-    validate_documents: int = Field(64, ge=0, description="held-out documents walked after each epoch")
-
-
-FREE_TO_CHANGE = {"run", "epochs", "save_every", "keep", "log_every", "validate_documents", "non_finite"}
-"""Settings that a resumed run may change; any other makes it another run."""
-
-
-@dataclass
-class _Position:
-    """Where a run stands, as the checkpoint keeps it."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    """Micro-batches done in this epoch."""
-    micro: int = 0
-    """Micro-batches done in all: the number that anchors are drawn with."""
-    parts: list[str] | None = None
-    """Parts this epoch trains on; None at an epoch's start."""
-    heldout: list[str] | None = None
-    """Parts with the held-out documents that validation uses."""
-    total: int = 0
-    """Updates that the schedule was made for."""
-    epochs: int = 0
-    """`train.epochs` when it was made; another value makes it anew."""
+class Stopped(DflashError):
+    """A run that was asked to stop, and has saved."""
 
 
 def compute_dtype(said: str, device: torch.device) -> torch.dtype:
@@ -121,7 +56,7 @@ def compute_dtype(said: str, device: torch.device) -> torch.dtype:
 
 
 class Trainer:
-    """One run.
+    """One run, as one of its ranks makes it.
 
     Args:
         store: where states come from.
@@ -129,13 +64,15 @@ class Trainer:
         loss: its loss.
         settings: how to train.
         folder: the run's folder, resolved.
-        device: where to train.
-        listener: where to report; progress counts updates.
+        ranks: this process and the others.
+        listener: where to report; progress counts updates. Only rank 0 does.
+        begin_from: the folder that `settings.init_from` means.
+        name: of the run, for trackers; by default the folder's.
 
     Raises:
         StoreError: the store has no such layers, no documents, one that is longer than a batch, or no final states
             where the loss needs them.
-        CheckpointError: the folder holds a run with other settings.
+        CheckpointError: the folder holds a run with other settings, or another process works in it.
         TrainError: fp8 does not fit the GPU or the widths.
     """
 
@@ -146,147 +83,249 @@ class Trainer:
         loss: LossSettings,
         settings: TrainSettings,
         folder: Path,
-        device: torch.device,
+        ranks: Ranks,
         listener: Listener,
+        begin_from: Path | None = None,
+        name: str | None = None,
     ) -> None:
-        self._store, self._settings, self._folder, self._listener = store, settings, folder, listener
+        self._store, self._settings, self._ranks, self._name = store, settings, ranks, name or folder.name
+        self._listener = listener = listener if ranks.leads else SILENT
+        self._needs_final = loss.needs_final
+        self._layers = store.layer_indices(tuple(drafter.layer_ids))
+        device = ranks.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # streams, events and Triton's kernels are the current device's
-        self._memory: MemoryWatch | None = None
-        self._layers = store.layer_indices(tuple(drafter.layer_ids))
         head = load_head(store)
-        check_mask_token(drafter, store, head)
-        check_final(store, loss)
-        self._needs_final = loss.needs_final
-        check_documents(store, store.documents(TRAIN), settings.tokens)
-        if settings.dtype == "fp8":
-            check_fp8(drafter, store, device)
+        check_run(store, head, drafter, loss, settings, device)
         dtype = compute_dtype(settings.dtype, device)
-        self._drafter = Drafter.empty(drafter, store.identity.hidden_size, device, dtype)
-        self._drafter.reset(settings.seed)
-        self._drafter.fp8 = settings.dtype == "fp8"
-        flat = Flat(self._drafter, accumulates=settings.accumulate > 1)
-        clip, decay = settings.clip, settings.weight_decay
-        self._optimizer: MasterAdamW | MasterMuon
-        if settings.optimizer == "muon":
-            self._optimizer = MasterMuon(flat, ratio=settings.muon_lr / settings.lr, clip=clip, weight_decay=decay)
-        else:
-            self._optimizer = MasterAdamW(flat, clip=clip, weight_decay=decay)
-        self._ends = Ends.of(head, device, dtype)
         kind = str(dtype).removeprefix("torch.")
+        fp8 = settings.dtype == "fp8"
         self._config = drafter_config(drafter, store.identity, head.config, kind)
         self._shape = {
             "drafter": drafter.model_dump(),
             "loss": loss.model_dump(),
-            "train": settings.model_dump(exclude=FREE_TO_CHANGE) | {"dtype": "fp8" if self._drafter.fp8 else kind},
+            "train": settings.model_dump(exclude=FREE_TO_CHANGE) | {"dtype": "fp8" if fp8 else kind},
             "store": store.identity.model_dump(mode="json"),
         }
-        self._at = self._resume()
-        # Validation stays with the documents that were held out when the run began, whatever is added since.
-        if self._at.heldout is None:
-            self._at.heldout = [part.id for part in store.parts if part.split == HELDOUT]
-        heldout = self._heldout()
-        self._budget = max(settings.tokens, int(heldout.length.max(initial=1)))
-        """Tokens of a batch of validation: room for the longest document held out."""
-        inputs = self._inputs(settings.tokens, device, dtype)
-        same = self._budget == settings.tokens
-        aside = inputs if same else self._inputs(self._budget, device, dtype)
-        fixed = self._drafter, self._ends.embedding, LmHead(self._ends.lm_head, self._drafter.fp8), loss
-        trained = Forward(*fixed, inputs, settings.anchors, settings.seed)
-        measured = Forward(*fixed, aside, settings.anchors, VALIDATION_SEED)
-        self._step = TrainStep(trained, self._optimizer, measured)
-        if device.type == "cuda":
-            walk(self._drafter, self._ends, store, heldout.first(1), self._budget, rounds=2)  # takes its memory now
+        self._described = {
+            "settings": self._shape | {"train": settings.model_dump()},
+            "store": str(store.place),
+            "fingerprint": store.identity.fingerprint,
+            "versions": versions(),
+            "devices": [str(device)] * ranks.count,
+        }
+        self._folder = RunFolder(folder, settings, listener)
+        try:
+            resume = self._resume()
+            self._drafter = Drafter.empty(drafter, store.identity.hidden_size, device, dtype)
+            self._drafter.fp8 = fp8
+            if resume is None and ranks.leads:
+                self._draw(begin_from)
+            self._optimizer = self._make_optimizer()
+            if resume is not None:
+                self._optimizer.load(resume.optimizer)
+            share(self._optimizer, ranks)
+            self._prepare(loss, Ends.of(head, device, dtype), dtype)
+        except BaseException:
+            self._folder.release()
+            raise
+        self._memory: MemoryWatch | None = None
+        self._updates: int | None = None
+        """Updates in all, as planned."""
 
-    def _inputs(self, length: int, device: torch.device, dtype: torch.dtype) -> Inputs:
-        return Inputs(Batch.empty(self._store, length, len(self._layers), self._needs_final), device, dtype)
+    def _draw(self, begin_from: Path | None) -> None:
+        """The weights that a run begins with."""
+        if begin_from is None:
+            return self._drafter.reset(self._settings.seed)
+        differing = warm_start(self._drafter, begin_from)
+        self._listener.say(f"beginning with the weights of {begin_from}")
+        for line in differing:
+            self._listener.say(f"note: {line}")
+
+    def _make_optimizer(self) -> Optimizer:
+        settings, clip, decay = self._settings, self._settings.clip, self._settings.weight_decay
+        flat = Flat(self._drafter, accumulates=settings.accumulate > 1)
+        if settings.optimizer == "muon":
+            return MasterMuon(flat, ratio=settings.muon_lr / settings.lr, clip=clip, weight_decay=decay)
+        return MasterAdamW(flat, clip=clip, weight_decay=decay)
+
+    def _prepare(self, loss: LossSettings, ends: Ends, dtype: torch.dtype) -> None:
+        """Everything that a step needs, captured."""
+        settings, device, store = self._settings, self._ranks.device, self._store
+        self._course = Course(store, settings, self._at, self._ranks, self._listener)
+        heldout = self._course.heldout()
+        # Tokens of a batch of validation: room for the longest document held out.
+        budget = max(settings.tokens, int(heldout.length.max(initial=1)))
+
+        def inputs(length: int) -> Inputs:
+            return Inputs(Batch.empty(store, length, len(self._layers), self._needs_final), device, dtype)
+
+        fed = inputs(settings.tokens)
+        aside = fed if budget == settings.tokens else inputs(budget)
+        fixed = self._drafter, ends.embedding, LmHead(ends.lm_head, self._drafter.fp8), loss
+        trained = Forward(*fixed, fed, settings.anchors, settings.seed)
+        measured = Forward(*fixed, aside, settings.anchors, VALIDATION_SEED)
+        self._averages = self._ranks.joined and settings.sync == "average"
+        self._step = TrainStep(trained, self._optimizer, measured, alone(device) if self._averages else self._ranks)
+        self._validation = Validation(
+            self._step, self._drafter, ends, store, heldout, budget, self._ranks, self._stream
+        )
+        self._stopping = StopSignal(self._ranks, self._step, self._averages)
+        if device.type == "cuda":
+            walk(self._drafter, ends, store, heldout.first(1), budget, rounds=2)  # takes its memory now
+
+    def ask_to_stop(self) -> None:
+        """Ask the run to save and stop after the update at hand, or one soon after that all ranks know of it by.
+
+        From any thread, or a signal's handler.
+        """
+        self._stopping.ask()
 
     def run(self) -> Path:
-        """Train to the end of the last epoch. Returns the folder of the last checkpoint."""
-        settings, at = self._settings, self._at
-        epochs = range(at.epoch, settings.epochs)
-        if not epochs:
-            self._listener.say(f"{self._folder} has done its {settings.epochs} epochs; raise train.epochs to go on")
-        metrics = Metrics(self._folder, at.step)
-        skipped = int(self._optimizer.skipped)
+        """Train to the end. Returns the folder of the last checkpoint.
+
+        Raises:
+            Stopped: it was asked to stop, and has saved.
+            CheckpointError: a checkpoint cannot be saved; the last whole one stands.
+            TrainError: a gradient is not finite, and the settings say to stop for that.
+        """
         try:
-            for _ in epochs:
-                documents = self._begin_epoch()
-                if at.epochs != settings.epochs:
-                    # Made once and kept: a store that grows must not bend the schedule of a run that goes on.
-                    at.epochs = settings.epochs
-                    at.total = sum(self._updates(self._groups(documents, epoch)) for epoch in range(settings.epochs))
-                if at.epoch == epochs.start:
-                    self._listener.start(at.total, at.step)
-                self._epoch(documents, self._groups(documents, at.epoch), metrics)
+            return self._run()
         finally:
-            metrics.close()
-        if epochs and int(self._optimizer.skipped) - skipped >= at.total:
+            self._folder.release()
+
+    def _run(self) -> Path:
+        at, course = self._at, self._course
+        if course.finished:
+            self._listener.say(
+                f"{self._folder.path} is done, with {at.step:,} updates; raise train.epochs (or train.steps) to go on"
+            )
+            self._describe(done=True)
+            return self._folder.of_step(at.step)
+        course.record_changes()
+        self._metrics = self._open_metrics() if self._ranks.leads else None
+        self._meter = Meter(self._ranks.device, self._metrics.seconds if self._metrics else 0.0)
+        skipped, first = int(self._optimizer.skipped), at.step
+        try:
+            while not course.finished:
+                epoch = course.begin()
+                if course.finished:  # fewer epochs are asked for now than are done
+                    break
+                if self._updates is None:
+                    self._begin(epoch)
+                self._epoch(epoch)
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+        if at.step > first and int(self._optimizer.skipped) - skipped >= at.step - first:
             self._listener.say("warning: every update was left out; the drafter is as it was drawn")
-        return checkpoints(self._checkpoints)[-1]
+        self._describe(done=True)
+        return self._folder.of_step(at.step)
 
-    def _groups(self, documents: Documents, epoch: int) -> list[list[int]]:
-        """The documents of each packed batch of an epoch."""
-        order = shuffled(documents, self._settings.seed, epoch)
-        packed = pack(documents.length[order].tolist(), self._settings.tokens)
-        return [[int(order[i]) for i in group] for group in packed]
+    def _open_metrics(self) -> Metrics:
+        settings, path, step = self._settings, self._folder.path, self._at.step
+        asked, described = settings.trackers, self._described["settings"]
+        trackers = open_trackers(asked, settings.project, self._name, described, path, self._listener.say)
+        return Metrics(path, step, trackers)
 
-    def _updates(self, groups: list[list[int]]) -> int:
-        return math.ceil(len(groups) / self._settings.accumulate)
+    def _begin(self, epoch: Epoch) -> None:
+        """Say what begins."""
+        settings, at = self._settings, self._at
+        size = sum(parameter.numel() for parameter in self._drafter.parameters())
+        updates = self._course.updates(epoch)
+        each = f"{settings.accumulate * self._ranks.count} x " if settings.accumulate * self._ranks.count > 1 else ""
+        self._listener.say(
+            f"{self._name}: {size / 1e6:,.1f} M parameters, {len(epoch.documents):,} documents of "
+            f"{int(epoch.documents.length.sum()):,} tokens, {updates:,} updates of {each}{settings.tokens:,} tokens, "
+            f"on {self._ranks.count} x {self._ranks.device.type}"
+        )
+        self._updates = updates
+        self._listener.start(updates, at.step)
+        self._describe(done=False)
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self._folder / "checkpoints"
-
-    def _begin_epoch(self) -> Documents:
-        at = self._at
-        if at.parts is None:
-            self._store.refresh()
-            at.parts = [part.id for part in self._store.parts if part.split == TRAIN]
-        documents = self._store.documents(TRAIN, at.parts)
-        check_documents(self._store, documents, self._settings.tokens)
-        return documents
-
-    def _epoch(self, documents: Documents, groups: list[list[int]], metrics: Metrics) -> None:
-        settings, at, step = self._settings, self._at, self._step
+    def _epoch(self, epoch: Epoch) -> None:
+        settings, at, step, ranks = self._settings, self._at, self._step, self._ranks
         skipped = int(self._optimizer.skipped)
-        journal = Journal(metrics, self._listener, skipped, settings.non_finite == "stop")
-        began, tokens = time.perf_counter(), 0
-        used: list[int] = []
-        with self._stream(documents, groups[at.batch :], settings.tokens) as stream:
-            for batch in stream:
-                step.load(batch, at.micro)
+        journal = Journal(self._metrics, self._listener, skipped, settings.non_finite == "stop")
+        own, left = self._course.rest(epoch)
+        first, before, stop = at.micro, at.batch, False
+        with self._stream(epoch.documents, own, settings.tokens) as stream:
+            self._meter.follow(stream)
+            for number, batch in enumerate(stream):
+                step.load(batch, first + number * ranks.count + ranks.rank)
                 step.micro()
-                tokens += batch.used
-                used += batch.documents
-                at.batch, at.micro = at.batch + 1, at.micro + 1
-                if not (at.batch % settings.accumulate and at.batch < len(groups)):
-                    rate = learning_rate(at.step, at.total, settings.lr, settings.warmup)
-                    step.update(rate)
-                    at.step += 1
-                    line = None
-                    if at.step % settings.log_every == 0 or at.batch == len(groups):
-                        seconds = time.perf_counter() - began
-                        line = {
-                            "epoch": at.epoch,
-                            "lr": rate,
-                            "tokens_per_second": tokens / seconds,
-                            "share_waiting_for_data": stream.waited / seconds,
-                        }
-                    journal.add(Update(at.step, _names(documents, used), step.report(), line))
-                    used = []
-                    self._watch_memory()
-                    self._listener.advance(1, journal.note)
-                    if at.step % settings.save_every == 0 and at.batch < len(groups):
-                        journal.settle()
-                        self._save()
+                last = number + 1 == len(own)
+                if last or (number + 1) % settings.accumulate == 0:
+                    done = min((number + 1) * ranks.count, left)
+                    used = [i for group in epoch.groups[at.batch : before + done] for i in group]
+                    rate = self._course.rate(before + done - at.batch)
+                    report = step.update(rate)
+                    at.step, at.batch, at.micro = at.step + 1, before + done, first + done
+                    self._meter.add(int(epoch.documents.length[used].sum()))
+                    self._note(journal, report, rate, _names(epoch.documents, used), last)
+                    stop = self._between(journal, last)
                 step.sent()  # the batch's memory is filled anew once the next one is asked for
-        journal.settle()
-        at.epoch, at.batch, at.parts = at.epoch + 1, 0, None
-        self._validate(metrics)  # before the checkpoint: a kill in between repeats it, and loses nothing
-        self._save()
+        if stop and not self._course.finished:
+            self._save(None)  # what an epoch ends with is done when the run goes on
+            self._stop()
+        if at.batch == len(epoch.groups):
+            at.epoch, at.batch, at.parts = at.epoch + 1, 0, None
+        self._save(self._validate())  # in this order: a kill in between repeats the one, and loses nothing
         if self._memory and (grown := self._memory.grown()):
             self._listener.say(f"GPU memory grew in epoch {at.epoch} ({grown}): it should not after the first step")
+
+    def _note(self, journal: Journal, report: Report, rate: float, used: Sequence[str], last: bool) -> None:
+        """Write an update down."""
+        at, line, seconds = self._at, None, 1.0
+        if at.step % self._settings.log_every == 0 or last:
+            found, seconds = self._meter.read()
+            line = {"epoch": at.epoch, "lr": rate, **found}
+            if self._meter.starved:
+                self._listener.say(
+                    f"the run waits for data {100 * found['share_waiting_for_data']:.0f}% of the time: the store's "
+                    "disk is the limit; extract.encoding = fp8 halves the bytes, and a store in memory is faster"
+                )
+        journal.add(Update(at.step, used, report, line, seconds))
+        self._watch_memory()
+        self._listener.advance(1, journal.note)
+
+    def _between(self, journal: Journal, last: bool) -> bool:
+        """What is due after an update: averaging, validation, a checkpoint. Whether the run stops with the epoch.
+
+        Raises:
+            Stopped: it stops here.
+        """
+        settings, at = self._settings, self._at
+        if self._averages:
+            if not last and at.step % settings.sync_every:
+                return False  # ranks differ, and nothing can be measured or saved
+            average(self._optimizer, self._ranks)
+        if last:
+            journal.settle()
+        stop = self._stopping.due(at.step, journal.stop, last)
+        if last:
+            return stop  # the epoch's end validates and saves
+        validate, save = (
+            self._due(settings.validate_every, self._validated),
+            self._due(settings.save_every, self._saved),
+        )
+        if not (stop or validate or save):
+            return False
+        with self._meter.paused():
+            journal.settle()
+            found = self._validate() if validate and not stop else None
+            if save or stop:
+                self._save(found)
+        if stop:
+            self._stop()
+        return False
+
+    def _due(self, every: int | None, since: int) -> bool:
+        """Whether a multiple of `every` has been reached since a step."""
+        return every is not None and self._at.step // every > since // every
+
+    def _stop(self) -> None:
+        raise Stopped(f"stopped after {self._at.step:,} updates, which are saved; run the same command again to go on")
 
     def _watch_memory(self) -> None:
         """From the first update on, memory must stay as it is."""
@@ -296,59 +335,67 @@ class Trainer:
             self._listener.say(f"GPU memory: {used:.1f} GiB from here on")
 
     def _stream(self, documents: Documents, groups: list[list[int]], budget: int) -> BatchStream:
-        buffers = buffers_for(self._step.device)
+        buffers = buffers_for(self._ranks.device)
         final = self._needs_final
         return BatchStream(self._store, documents, groups, budget, self._layers, final=final, allocate=buffers)
 
-    def _heldout(self) -> Documents:
-        """The documents that validation uses."""
-        return self._store.documents(HELDOUT, self._at.heldout).first(self._settings.validate_documents)
-
-    def _validate(self, metrics: Metrics) -> None:
-        heldout = self._heldout()
-        if not len(heldout):
-            return
-        groups = pack(heldout.length.tolist(), self._budget)
-        with self._stream(heldout, groups, self._budget) as stream:
-            for number, batch in enumerate(stream):
-                self._step.validate(batch, number)
-        found = self._step.validation().numbers()
-        length = accepted_length(walk(self._drafter, self._ends, self._store, heldout, self._budget))
-        numbers = {f"heldout_{name}": value for name, value in found.items()}
-        metrics.write(self._at.step, {**numbers, "heldout_accepted_length": length})
+    def _validate(self) -> dict[str, Any] | None:
+        at, self._validated = self._at, self._at.step
+        found = self._validation.run()
+        if found is None:
+            return None
+        length, interval = found["accepted_length"], found["accepted_length_interval"] or (None, None)
+        if self._metrics is not None:
+            numbers = {f"heldout_{name}": value for name, value in found.items() if isinstance(value, float)}
+            names = ("heldout_accepted_length_low", "heldout_accepted_length_high")
+            numbers |= {name: value for name, value in zip(names, interval, strict=True) if value is not None}
+            self._metrics.write(at.step, numbers)
+            self._metrics.write_validation(at.step, {"epoch": at.epoch, **found})
+        self._listener.watch({"accepted_length": length} if length is not None else {})
+        said = "none" if length is None else f"{length:.2f}"
+        if interval[0] is not None:
+            said += f" ({interval[0]:.2f}-{interval[1]:.2f})"
         self._listener.say(
-            f"epoch {self._at.epoch} of {self._settings.epochs}: held-out loss {found['loss']:.3f}, "
-            f"accepted length {length:.2f}"
+            f"step {at.step:,}, epoch {at.epoch}: held-out loss {found['loss']:.3f}, accepted length {said}"
         )
+        return found
 
-    def _save(self) -> None:
-        state = {"position": vars(self._at), "settings": self._shape}
-        folder = self._checkpoints / f"step-{self._at.step:08d}"
+    def _save(self, validation: dict[str, Any] | None) -> None:
+        self._saved = self._at.step
+        if self._ranks.joined and self._ranks.differ(self._optimizer.buffers[0].sum(dtype=torch.float64)):
+            self._listener.say("warning: ranks' weights have come to differ; rank 0's are saved")
+        if not self._ranks.leads:
+            return
+        brief = validation and {name: validation[name] for name in ("loss", "accepted_length")}
+        state = {"position": asdict(self._at), "settings": self._shape, "validation": brief}
+        folder = self._folder.of_step(self._at.step)
         save_checkpoint(folder, self._drafter, self._config, state, self._optimizer.state())
-        for old in checkpoints(self._checkpoints)[: -self._settings.keep]:
-            # Renamed first: a kill half way through leaves nothing that looks like a checkpoint.
-            doomed = old.rename(old.with_name(f".removing.{old.name}"))
-            shutil.rmtree(doomed)
+        self._folder.tidy()
+        self._describe(done=False)
 
-    def _resume(self) -> _Position:
-        clear_leftovers(self._checkpoints)
+    def _describe(self, done: bool) -> None:
+        if self._ranks.leads:
+            at = self._at
+            updates = at.step if done else self._updates
+            self._folder.describe(done=done, step=at.step, updates=updates, history=at.history, **self._described)
+
+    def _resume(self) -> Resume | None:
+        """Take the folder, and go where its newest checkpoint left off, if it has one; on every rank."""
         resume = None
-        for newest in reversed(checkpoints(self._checkpoints)):
-            try:
-                resume = load_resume(newest)
-                break
-            except CheckpointError as error:
-                self._listener.say(f"passed over: {error}")
-        if resume is None:
-            return _Position()
-        if changed := changed_settings(resume.state["settings"], self._shape):
-            raise CheckpointError(
-                f"{self._folder} was trained with other settings ({'; '.join(changed)}): "
-                "choose another train.run, or go back to those"
-            )
-        self._optimizer.load(resume.optimizer)
-        self._listener.say(f"resuming from {resume.folder}")
-        return _Position(**resume.state["position"])
+        if self._ranks.leads:
+            self._folder.hold()
+            resume = self._folder.newest()
+            if resume is not None:
+                if changed := changed_settings(resume.state["settings"], self._shape):
+                    raise CheckpointError(
+                        f"{self._folder.path} was trained with other settings ({'; '.join(changed)}): "
+                        "choose another train.run, or go back to those"
+                    )
+                self._listener.say(f"resuming from {resume.folder}")
+        told = self._ranks.tell(json.dumps(resume.state["position"] if resume else {}))
+        self._at = Position(**json.loads(told))
+        self._saved = self._validated = self._at.step
+        return resume
 
 
 def _names(documents: Documents, used: Sequence[int]) -> list[str]:

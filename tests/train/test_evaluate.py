@@ -27,9 +27,10 @@ from dflash_offline.train.drafter import Drafter
 from dflash_offline.train.evaluate.decode import decode_greedy, decode_speculative
 from dflash_offline.train.evaluate.parity import compare_rounds, first_difference
 from dflash_offline.train.evaluate.report import evaluate_decoding
-from dflash_offline.train.evaluate.summary import acceptance_by_position, accepted_length, summarize
+from dflash_offline.train.evaluate.summary import Tally, summarize
 from dflash_offline.train.evaluate.walk import Round, Turn, turns_of, walk
 from dflash_offline.train.inputs import Ends, side_by_side
+from dflash_offline.train.ranks import alone
 from dflash_offline.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def trained(greedy_store: Store, tmp_path_factory: pytest.TempPathFactory) -> Dr
     settings = train_settings(epochs=70, tokens=1024, anchors=96, lr=5e-3, save_every=1000)
     folder = tmp_path_factory.mktemp("run")
     shape = drafter_settings(mask_token_id=8180, head_dim=32, intermediate_size=256, sliding_window=64)
-    last = Trainer(greedy_store, shape, loss_settings(), settings, folder, CPU, SILENT).run()
+    last = Trainer(greedy_store, shape, loss_settings(), settings, folder, alone(CPU), SILENT).run()
     return load_drafter(last, torch.float32, CPU)[0]
 
 
@@ -110,7 +111,8 @@ def test_the_walk_equals_a_plain_loop(budget: int, trained: Drafter, greedy_stor
     for index in range(len(documents)):
         mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]
         assert mine == slow_walk(trained, head, greedy_store, documents, index)
-    assert accepted_length(turns) > 1.3  # else this shows nothing
+    rounds = [item.produced for turn in turns for item in turn.rounds]
+    assert sum(rounds) / len(rounds) > 1.3  # else this shows nothing
 
 
 @torch.no_grad()
@@ -213,12 +215,12 @@ def turn(*rounds: tuple[int, int, int], stop: int = 100) -> Turn:
 
 def test_accepted_length_is_tokens_over_rounds() -> None:
     turns = [turn((0, 2, 3), (3, 0, 1)), turn((0, 3, 2), stop=3)]
-    assert accepted_length(turns) == pytest.approx(6 / 3)
+    summary = summarize(Tally.of(turns, 1, 4), ["code"])
+    assert summary["accepted_length"] == pytest.approx(6 / 3)
     # Slot 3 is reached by the first two rounds alone: the last round's turn ends before it.
-    assert acceptance_by_position(turns, 4) == pytest.approx([2 / 3, 2 / 3, 0.0])
-    summary = summarize(turns, 4)
-    assert (summary["rounds"], summary["tokens"]) == (3, 6)
-    assert summarize([], 4)["accepted_length"] is None
+    assert summary["acceptance_by_position"] == pytest.approx([2 / 3, 2 / 3, 0.0])
+    assert (summary["turns"], summary["rounds"], summary["tokens"]) == (2, 3, 6)
+    assert summarize(Tally.of([], 1, 4), ["code"])["accepted_length"] is None
 
 
 def test_turns_are_runs_with_a_pair_to_predict() -> None:

@@ -25,7 +25,9 @@ from dflash_offline.store.prune import prune, pruned_identity
 from dflash_offline.store.states import States
 from dflash_offline.train.fp8 import decode_reference, decode_states
 from dflash_offline.train.inputs import device_states
-from dflash_offline.train.trainer import Trainer, TrainSettings
+from dflash_offline.train.ranks import alone
+from dflash_offline.train.settings import TrainSettings
+from dflash_offline.train.trainer import Trainer
 
 
 def e4m3_values() -> list[float]:
@@ -123,7 +125,7 @@ def test_training_from_fp8_follows_training_from_bf16(filled: Store, tmp_path: P
             {"epochs": 2, "tokens": 256, "anchors": 24, "log_every": 1, "lr": 3e-3, "validate_documents": 4}
         )
         folder = tmp_path / store.identity.encoding
-        Trainer(store, drafter_settings(), loss_settings(), settings, folder, torch.device("cpu"), SILENT).run()
+        Trainer(store, drafter_settings(), loss_settings(), settings, folder, alone(torch.device("cpu")), SILENT).run()
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         curves.append(np.array([row["loss"] for row in rows if "loss" in row]))
     assert len(curves[0]) == len(curves[1]) > 4

@@ -26,6 +26,7 @@ from dflash_offline.train.flat import Flat
 from dflash_offline.train.head import LmHead
 from dflash_offline.train.inputs import Ends, Inputs
 from dflash_offline.train.optimizer import MasterAdamW
+from dflash_offline.train.ranks import alone
 from dflash_offline.train.step import Forward, TrainStep
 from dflash_offline.train.trainer import Trainer
 
@@ -72,7 +73,13 @@ def test_a_run_has_the_cpus_loss_curve(filled: Store, tmp_path: Path) -> None:
     for device in ("cpu", "cuda"):
         settings = train_settings(dtype="float32", accumulate=2)
         Trainer(
-            filled, drafter_settings(), loss_settings(), settings, tmp_path / device, torch.device(device), SILENT
+            filled,
+            drafter_settings(),
+            loss_settings(),
+            settings,
+            tmp_path / device,
+            alone(torch.device(device)),
+            SILENT,
         ).run()
         curves.append([(row["step"], row.get("loss", row.get("heldout_loss"))) for row in metrics(tmp_path / device)])
     assert [step for step, _ in curves[0]] == [step for step, _ in curves[1]]
@@ -97,7 +104,7 @@ def test_memory_stays_as_it_is_after_the_first_step(
     said: list[str] = []
     shape = drafter_settings(head_dim=16, intermediate_size=48)
     settings = train_settings(epochs=3, **changes)
-    gpu = torch.device("cuda")
+    gpu = alone(torch.device("cuda"))
     run = Trainer(filled, shape, loss_settings(**loss), settings, tmp_path, gpu, replace(SILENT, say=said.append))
     run.run()
     assert any("GiB from here on" in line for line in said)
@@ -126,7 +133,7 @@ def test_states_in_bf16_are_near_those_in_fp32(hybrid: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"optimizer": "muon"}])
 def test_a_run_in_bf16_resumes_bit_identical(filled: Store, tmp_path: Path, changes: dict[str, Any]) -> None:
-    gpu = torch.device("cuda")
+    gpu = alone(torch.device("cuda"))
     settings = train_settings(epochs=2, **changes)
     whole = Trainer(filled, drafter_settings(), loss_settings(), settings, tmp_path / "whole", gpu, SILENT).run()
     run = tmp_path / "cut"
@@ -149,8 +156,9 @@ from test_trainer import loss_settings, train_settings
 from pathlib import Path
 from dflash_offline.store import open_store
 from dflash_offline.store.progress import SILENT
+from dflash_offline.train.ranks import alone
 from dflash_offline.train.trainer import Trainer
-gpu = torch.device("cuda:" + sys.argv[1])
+gpu = alone(torch.device("cuda:" + sys.argv[1]))
 run = Path(sys.argv[4]) / sys.argv[1]
 Trainer(open_store(sys.argv[2]), drafter_settings(), loss_settings(), train_settings(), run, gpu, SILENT).run()
 """

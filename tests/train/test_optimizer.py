@@ -227,12 +227,12 @@ def test_loading_restores_masters_and_weights(kind: str, tmp_path: Path) -> None
 
 
 def test_the_schedule_warms_up_and_falls_to_zero() -> None:
-    rates = [learning_rate(step, 100, 1.0, 0.04) for step in range(100)]
+    rates = [learning_rate(step, step + 1, 100, 1.0, 0.04) for step in range(100)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
     assert all(a > b for a, b in pairwise(rates[4:]))
     assert 0 < rates[-1] < 0.001
-    assert learning_rate(500, 100, 1.0, 0.04) == 0
+    assert learning_rate(500, 501, 100, 1.0, 0.04) == 0
 
 
 def test_muon_is_torchs_own_but_for_rounding() -> None:

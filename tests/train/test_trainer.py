@@ -26,8 +26,10 @@ from dflash_offline.train.inputs import Ends, Inputs
 from dflash_offline.train.journal import TrainError
 from dflash_offline.train.loss import LossSettings
 from dflash_offline.train.optimizer import MasterAdamW
+from dflash_offline.train.ranks import Ranks, alone
+from dflash_offline.train.settings import TrainSettings
 from dflash_offline.train.step import Forward, TrainStep
-from dflash_offline.train.trainer import Trainer, TrainSettings
+from dflash_offline.train.trainer import Trainer
 
 
 def train_settings(**changes: Any) -> TrainSettings:
@@ -54,10 +56,13 @@ def trainer(
     drafter: dict[str, Any] | None = None,
     loss: dict[str, Any] | None = None,
     listener: Listener = SILENT,
+    ranks: Ranks | None = None,
+    begin_from: Path | None = None,
     **changes: Any,
 ) -> Trainer:
-    shape, cpu = drafter_settings(**(drafter or {})), torch.device("cpu")
-    return Trainer(store, shape, loss_settings(**(loss or {})), train_settings(**changes), folder, cpu, listener)
+    shape, settings = drafter_settings(**(drafter or {})), train_settings(**changes)
+    ranks = ranks or alone(torch.device("cpu"))
+    return Trainer(store, shape, loss_settings(**(loss or {})), settings, folder, ranks, listener, begin_from)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -65,7 +70,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    clocks = ("tokens_per_second", "share_waiting_for_data")
+    clocks = ("tokens_per_second", "share_waiting_for_data", "slots_per_second", "seconds")
     return [{key: value for key, value in row.items() if key not in clocks} for row in rows]
 
 

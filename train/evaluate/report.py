@@ -14,14 +14,15 @@ from ..drafter import Drafter
 from ..inputs import Ends
 from .decode import Target, decode_greedy, decode_speculative
 from .parity import NEAR_TIE, compare_rounds, first_difference
-from .summary import summarize
+from .summary import Tally, summarize
 from .walk import Turn, walk
 
 
 def evaluate_states(drafter: Drafter, head: Head, store: Store, documents: Documents, budget: int) -> dict[str, Any]:
     """Walk the documents' turns and sum them up."""
     turns = walk(drafter, Ends.beside(head, drafter), store, documents, budget)
-    return {"documents": len(documents), **summarize(turns, drafter.settings.block_size)}
+    found = Tally.of(turns, len(documents), drafter.settings.block_size)
+    return {"documents": len(documents), **summarize(found, documents.tags)}
 
 
 def evaluate_decoding(
@@ -85,10 +86,13 @@ def evaluate_decoding(
         plain_seconds, speculative_seconds = plain_seconds + plain.seconds, speculative_seconds + fast.seconds
         listener.advance(1, "")
     produced = sum(row["tokens"] for row in rows)
+    counts, counts_from_states = (
+        Tally.of(turns, len(documents), drafter.settings.block_size) for turns in (decoded, walked)
+    )
     return {
         "documents": len(documents),
-        **summarize(decoded, drafter.settings.block_size),
-        "accepted_length_from_states": summarize(walked, drafter.settings.block_size)["accepted_length"],
+        **summarize(counts, documents.tags),
+        "accepted_length_from_states": summarize(counts_from_states, documents.tags)["accepted_length"],
         "turns_without_prompt": without_prompt,
         "near_tie": near_tie,
         "rounds_same_as_states": sum(row["rounds_same_as_states"] for row in rows),

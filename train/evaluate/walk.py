@@ -69,7 +69,13 @@ def count_right(drafted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def walk(
-    drafter: Drafter, ends: Ends, store: Store, documents: Documents, budget: int, rounds: int | None = None
+    drafter: Drafter,
+    ends: Ends,
+    store: Store,
+    documents: Documents,
+    budget: int,
+    rounds: int | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> list[Turn]:
     """Walk all turns of the given documents.
 
@@ -78,10 +84,11 @@ def walk(
         ends: the target's, there too.
         budget: tokens of a packed batch; it does not change the result but for rounding.
         rounds: stop each batch after so many, to try things out.
+        share: take every batch whose number is the first modulo the second: what one of several ranks walks.
     """
     device = ends.embedding.device
     budget = max(budget, int(documents.length.max(initial=1)))
-    groups = pack(documents.length.tolist(), budget)
+    groups = pack(documents.length.tolist(), budget)[share[0] :: share[1]]
     layers = store.layer_indices(tuple(drafter.settings.layer_ids))
     found: list[Turn] = []
     with BatchStream(store, documents, groups, budget, layers, allocate=buffers_for(device)) as stream:

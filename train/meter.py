@@ -1,0 +1,74 @@
+"""How fast a run goes: tokens a second, the share of time spent waiting for data, and memory, since it was last asked.
+
+A run whose GPUs wait for data is told so once, with what would help. Knows counts and clocks only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..store import BatchStream
+
+SLOW = 0.2
+"""Share of the time spent waiting from which on data is the limit."""
+PATIENCE = 5
+"""Lines in a row that must say so: the first few batches are always waited for."""
+
+
+class Meter:
+    """Args:
+    device: where the run trains.
+    before: seconds that the run has taken in earlier processes.
+    """
+
+    def __init__(self, device: torch.device, before: float) -> None:
+        self._device = device
+        self._began = time.perf_counter() - before
+        self._last = time.perf_counter()
+        self._tokens = 0
+        self._stream: BatchStream | None = None
+        self._waited = 0.0
+        self._slow = 0
+
+    def add(self, tokens: int) -> None:
+        """Count tokens that have been trained on, by all ranks."""
+        self._tokens += tokens
+
+    def follow(self, stream: BatchStream) -> None:
+        """Count from now on, with what is waited for this stream."""
+        self._stream, self._waited = stream, stream.waited
+        self._last, self._tokens = time.perf_counter(), 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of something that is not training: a validation."""
+        began = time.perf_counter()
+        yield
+        self._last += time.perf_counter() - began
+
+    def read(self) -> tuple[dict[str, float], float]:
+        """Numbers since this was asked last, and over how many seconds."""
+        assert self._stream is not None
+        waited = self._stream.waited
+        now = time.perf_counter()
+        seconds = max(now - self._last, 1e-9)
+        share = min(1.0, (waited - self._waited) / seconds)
+        found = {
+            "tokens_per_second": self._tokens / seconds,
+            "share_waiting_for_data": share,
+            "seconds": now - self._began,
+        }
+        if self._device.type == "cuda":
+            found["gpu_memory_gib"] = torch.cuda.memory_reserved(self._device) / 2**30
+        self._slow = self._slow + 1 if share > SLOW else 0
+        self._last, self._tokens, self._waited = now, 0, waited
+        return found, seconds
+
+    @property
+    def starved(self) -> bool:
+        """Whether data has been the limit for a while. True once."""
+        return self._slow == PATIENCE

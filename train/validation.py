@@ -1,0 +1,75 @@
+"""What a run measures on held-out documents: the loss at fixed anchors, and the walk's accepted length.
+
+The same documents, packed and drafted alike whatever the run's seed, settings or number of ranks, so that runs of one
+store compare. Ranks share the batches out, and sum what they found. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..store import BatchStream, Documents, Store, pack
+from .drafter import Drafter
+from .evaluate.summary import Tally, summarize
+from .evaluate.walk import walk
+from .inputs import Ends
+from .ranks import Ranks
+from .step import TrainStep
+
+Stream = Callable[[Documents, list[list[int]], int], BatchStream]
+"""Reads batches of these documents, grouped so, of that many tokens."""
+
+
+class Validation:
+    """Args:
+    step: with a measured forward.
+    drafter, ends: to walk with.
+    store: where documents are.
+    documents: those to validate on.
+    budget: tokens of a batch.
+    ranks: of the run.
+    stream: reads batches.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        drafter: Drafter,
+        ends: Ends,
+        store: Store,
+        documents: Documents,
+        budget: int,
+        ranks: Ranks,
+        stream: Stream,
+    ) -> None:
+        self._step, self._drafter, self._ends, self._store = step, drafter, ends, store
+        self._documents, self._budget, self._ranks, self._stream = documents, budget, ranks, stream
+        self._groups = pack(documents.length.tolist(), budget)
+        self._fingerprint = hashlib.sha256(np.sort(documents.ids).astype("<u8").tobytes()).hexdigest()[:16]
+
+    def run(self) -> dict[str, Any] | None:
+        """Loss and numbers of `summarize`, with each document's counts; None without documents. All ranks must ask."""
+        if not len(self._documents):
+            return None
+        rank, count = self._ranks.rank, self._ranks.count
+        with self._stream(self._documents, self._groups[rank::count], self._budget) as stream:
+            for number, batch in enumerate(stream):
+                self._step.validate(batch, rank + number * count)  # the number that one rank alone would give it
+        loss = self._step.validation().numbers()
+        documents, block = self._documents, self._drafter.settings.block_size
+        turns = walk(self._drafter, self._ends, self._store, documents, self._budget, share=(rank, count))
+        counts = torch.from_numpy(Tally.of(turns, len(documents), block).to_array()).to(self._ranks.device)
+        self._ranks.add(counts)
+        found = Tally.from_array(counts.cpu().numpy())
+        each = zip(documents.ids.tolist(), documents.tags, found.produced.tolist(), found.rounds.tolist(), strict=True)
+        return {
+            **loss,
+            **summarize(found, documents.tags),
+            "heldout": self._fingerprint,
+            "documents": [[f"{id_:016x}", tag, produced, rounds] for id_, tag, produced, rounds in each],
+        }
