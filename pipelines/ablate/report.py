@@ -19,7 +19,8 @@ from markupsafe import Markup
 from ...store.files import write_atomic
 from .charts import STYLE, STYLES, Line, Row, line_chart, row_chart, swatch
 from .folders import DONE, Point, Run
-from .results import NOTHING, Results, decimals, named, shown, signed
+from .results import Results
+from .words import NOTHING, decimals, named, shown, signed
 
 BANDS = 4
 """Runs up to which each has a band around its accepted lengths; of more only the best."""

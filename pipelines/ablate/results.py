@@ -14,16 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from ...store.files import write_atomic
 from ...train.evaluate.summary import paired_difference
-from ..console import console
 from .folders import Run, read_run
-
-NOTHING = "–"
-"""What stands where there is no number."""
+from .words import named
 
 
 @dataclass(frozen=True)
@@ -113,68 +107,6 @@ def write_results(path: Path, results: Results) -> None:
     ]
     content = {"runs": rows, "common_settings": results.common, "not_comparable": results.obstacles}
     write_atomic(path, (json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
-
-
-def show(results: Results) -> None:
-    """Print one table: accepted lengths with intervals, and the settings that differ; those in a second one where a
-    terminal has not the width for them.
-    """
-    rows = list(enumerate(results.runs, 1))
-    settings = {key: [shown(run.settings.get(key)) for run in results.runs] for key in results.differing}
-    table = _table("#", "run", "accepted length", "less the best", "held-out loss", "updates", "state")
-    for number, run in rows:
-        last, apart = run.last, results.to_best.get(run.name)
-        interval = f" {last.interval[0]:.2f}–{last.interval[1]:.2f}" if last and last.interval else ""
-        done = run.updates is None or run.step == run.updates
-        cells = [
-            decimals(run.accepted_length, 2) + interval,
-            f"{signed(apart.value)} {signed(apart.low)}..{signed(apart.high)}" if apart else NOTHING,
-            decimals(last and last.loss, 3),
-            f"{run.step:,}" if done else f"{run.step:,} of {run.updates:,}",
-            run.state,
-        ]
-        table.add_row(*map(Text, (str(number), run.name, *cells)))
-    wanted = sum(min(LONG, longest_word(key, *values)) + GAP for key, values in settings.items())
-    needed = NARROW + min(LONG, longest_word(*(run.name for run in results.runs)))
-    beside = table if wanted + needed <= console.width else _table("#", "run")
-    for key, values in settings.items():
-        beside.add_column(Text(key), overflow="fold", min_width=min(LONG, longest_word(key, *values)))
-        beside.columns[-1]._cells = list(map(Text, values))
-def decimals(value: float | None, places: int) -> str:
-    """A number, or a dash."""
-    return NOTHING if value is None else f"{value:.{places}f}"
-
-
-def signed(value: float) -> str:
-    """A difference, three decimals, with its sign; a zero has none."""
-    text = f"{value:+.3f}"
-    return "0.000" if float(text) == 0 else text.replace("-", "−")
-
-
-def shown(value: Any) -> str:
-    """A setting for people: lists with what repeats counted, nothing as a dash."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {shown(item)}" for key, item in value.items()) or NOTHING
-    if isinstance(value, (list, tuple)):
-        groups: list[list[Any]] = []
-        for item in map(shown, value):
-            if groups and groups[-1][0] == item:
-                groups[-1][1] += 1
-            else:
-                groups.append([item, 1])
-        return ", ".join(f"{count} × {item}" if count > 1 else item for item, count in groups) or NOTHING
-    return NOTHING if value is None else str(value)
-
-
-def named(names: Sequence[str], most: int = 4) -> str:
-    """Names in a sentence, the first few of many."""
-    if len(names) > most:
-        return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def _difference(run: Run, best: Run) -> Difference:

@@ -27,8 +27,9 @@ from .board import DONE, Board, Row
 from .folders import read_run
 from .queue import LOG, Job, Queue
 from .report import write_report
-from .results import collect, show, write_results
+from .results import collect, write_results
 from .sweep import Sweep, Variant, asked, read_sweep
+from .table import show
 
 
 def ablate(

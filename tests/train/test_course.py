@@ -79,7 +79,7 @@ def test_training_beside_extraction_takes_new_parts_between_epochs_and_is_planne
     after.run()
     grown, whole = position(tmp_path / "run"), position(tmp_path / "whole")
     assert grown["micro"] == grown["total"]
-    assert grown["total"] == pytest.approx(whole["total"], rel=0.25)  # packing a few documents wastes otherwise
+    assert grown["total"] == pytest.approx(whole["total"], rel=0.35)  # as the few long documents pack, which come first
     assert grown["epoch"] >= 3  # its first pass was short
     rates = [row["lr"] for row in trained(tmp_path / "run")]
     peak = rates.index(max(rates))

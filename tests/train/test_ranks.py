@@ -103,8 +103,9 @@ def test_ranks_make_the_updates_of_one_process_on_the_union(
     rows, expected = metrics(tmp_path / "ranks"), metrics(tmp_path / "one")
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
     for row, other in zip(rows, expected, strict=True):
-        for name in ("loss", "grad_norm", "heldout_loss", "heldout_accepted_length"):
-            assert row.get(name) == pytest.approx(other.get(name), rel=2e-3), (row["step"], name)
+        assert row.keys() == other.keys()
+        for name in {"loss", "grad_norm", "heldout_loss", "heldout_accepted_length"} & row.keys():
+            assert row[name] == pytest.approx(other[name], rel=2e-3), (row["step"], name)
     assert sum("heldout_loss" in row for row in rows) == 2
 
 
@@ -159,7 +160,7 @@ def test_local_steps_are_averaged(filled: Store, tmp_path: Path) -> None:
 def test_one_that_is_told_to_stop_stops_all_and_the_run_goes_on_bit_identical(
     sync: str, filled: Store, tmp_path: Path
 ) -> None:
-    changes = {"epochs": 30, "sync": sync, "sync_every": 7, "save_every": 1000, "validate_documents": 0}
+    changes = {"epochs": 12, "sync": sync, "sync_every": 7, "save_every": 1000, "validate_documents": 0}
     ranks = start(2, filled, tmp_path / "cut", **changes)
     wait_for(ranks[1], "ready")
     ranks[1].send_signal(signal.SIGTERM)
