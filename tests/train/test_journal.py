@@ -142,7 +142,7 @@ class Arrival:
 
 def update(step: int, arrival: Any, numbers: Sequence[float], line: dict[str, float] | None) -> Update:
     """An update of a block of 2: numerator, denominator, norm, skipped, and three sums of its one slot."""
-    return Update(step, ["d"], Report(torch.tensor(numbers), arrival), line)
+    return Update(step, ["d"], Report(torch.tensor(numbers), arrival), line, 1.0)
 
 
 def test_numbers_are_taken_as_they_arrive_in_the_order_of_steps(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_many_documents_are_named_in_part(tmp_path: Path) -> None:
     journal = Journal(Metrics(tmp_path, 0), hearing(said), 0, stop=True)
     names = [f"d{number}" for number in range(20)]
     nothing = Report(torch.tensor([0.0, 0, math.nan, 1, 0, 0, 0]), None)
-    journal.add(Update(1, names, nothing, {"lr": 1.0}))  # nothing supervised is no reason to stop
+    journal.add(Update(1, names, nothing, {"lr": 1.0}, 1.0))  # nothing supervised is no reason to stop
     assert said == ["step 1 had nothing supervised (documents d0, d1, d2, d3, d4, d5, d6, d7, ...): no update was made"]
     assert "loss" not in metrics(tmp_path)[0]
     assert metrics(tmp_path)[0]["skipped_updates"] == 1

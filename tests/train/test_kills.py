@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from dflash_offline.store import Store, open_store
 from dflash_offline.train.checkpoint import CheckpointError, checkpoints
 from dflash_offline.train.trainer import Stopped
 
-SETTINGS = {"epochs": 6, "save_every": 2, "keep": 2, "keep_every": 10, "validate_every": 7}
+SETTINGS: dict[str, Any] = {"epochs": 6, "save_every": 2, "keep": 2, "keep_every": 10, "validate_every": 7}
 HERE = Path(__file__).parent
 
 
@@ -59,7 +60,7 @@ def test_killed_at_random_steps_a_run_ends_bit_identical(filled: Store, tmp_path
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_told_to_stop_a_run_saves_and_goes_on_bit_identical(accumulate: int, filled: Store, tmp_path: Path) -> None:
-    changes = {**SETTINGS, "save_every": 1000, "accumulate": accumulate}
+    changes: dict[str, Any] = {**SETTINGS, "save_every": 1000, "accumulate": accumulate}
     whole = trainer(filled, tmp_path / "whole", **changes).run()
     run = trainer(filled, tmp_path / "run", **changes)
     threading.Timer(0.2, run.ask_to_stop).start()
@@ -76,7 +77,7 @@ def test_told_to_stop_a_run_saves_and_goes_on_bit_identical(accumulate: int, fil
 
 def test_asked_at_every_step_a_run_still_gets_through(filled: Store, tmp_path: Path) -> None:
     """One update a call: at an epoch's end, too, what belongs to it is done by the next call."""
-    changes = {"epochs": 2, "save_every": 1000}
+    changes: dict[str, Any] = {"epochs": 2, "save_every": 1000}
     whole = trainer(filled, tmp_path / "whole", **changes).run()
     calls = 0
     while True:
@@ -160,7 +161,7 @@ def test_the_rules_keep_the_last_the_multiples_and_the_best_and_nothing_else_goe
     saved = tmp_path / "run/checkpoints"
     (saved / "step-best").mkdir(parents=True)
     (saved / "mine.txt").write_text("keep me")
-    changes = {"epochs": 6, "save_every": 1, "keep": 2, "keep_every": 5}
+    changes: dict[str, Any] = {"epochs": 6, "save_every": 1, "keep": 2, "keep_every": 5}
     run = trainer(filled, tmp_path / "run", **changes)
     run.run()
     steps = [int(path.name[5:]) for path in checkpoints(saved)]
