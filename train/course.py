@@ -33,6 +33,8 @@ class Position:
     """Batches done in all. Anchors are drawn with these numbers."""
     parts: list[str] | None = None
     """Parts this epoch trains on; None at an epoch's start."""
+    validated: int = 0
+    """Updates made when the drafter was last validated."""
     heldout: list[str] | None = None
     """Parts with the held-out documents that validation uses."""
     total: int = 0

@@ -249,6 +249,8 @@ class Trainer:
         journal = Journal(self._metrics, self._listener, skipped, settings.non_finite == "stop")
         own, left = self._course.rest(epoch)
         first, before, stop = at.micro, at.batch, False
+        if own and before and self._due(settings.validate_every, at.validated):
+            self._validate()  # it was due when the run was told to stop
         with self._stream(epoch.documents, own, settings.tokens) as stream:
             self._meter.follow(stream)
             for number, batch in enumerate(stream):
@@ -306,7 +308,7 @@ class Trainer:
         if last:
             return stop  # the epoch's end validates and saves
         validate, save = (
-            self._due(settings.validate_every, self._validated),
+            self._due(settings.validate_every, at.validated),
             self._due(settings.save_every, self._saved),
         )
         if not (stop or validate or save):
@@ -340,8 +342,8 @@ class Trainer:
         return BatchStream(self._store, documents, groups, budget, self._layers, final=final, allocate=buffers)
 
     def _validate(self) -> dict[str, Any] | None:
-        at, self._validated = self._at, self._at.step
-        found = self._validation.run()
+        at, found = self._at, self._validation.run()
+        at.validated = at.step
         if found is None:
             return None
         length, interval = found["accepted_length"], found["accepted_length_interval"] or (None, None)
@@ -394,7 +396,7 @@ class Trainer:
                 self._listener.say(f"resuming from {resume.folder}")
         told = self._ranks.tell(json.dumps(resume.state["position"] if resume else {}))
         self._at = Position(**json.loads(told))
-        self._saved = self._validated = self._at.step
+        self._saved = self._at.step
         return resume
 
 

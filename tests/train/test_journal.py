@@ -83,7 +83,7 @@ def test_an_update_left_out_is_named_and_changes_nothing(
     store, said = with_document(filled, tmp_path / "s", value, supervised), []
     trainer(store, tmp_path / "run", loss=loss, listener=hearing(said), optimizer=optimizer, epochs=1).run()
     saved = checkpoints(tmp_path / "run/checkpoints")
-    left_out = [line for line in said if "step" in line]
+    left_out = [line for line in said if "update was" in line]
     assert len(left_out) == 1
     step = int(left_out[0].partition("step ")[2].split()[0])
     assert left_out[0] == says.format(step)
@@ -141,7 +141,7 @@ class Arrival:
 
 
 def update(step: int, arrival: Any, numbers: Sequence[float], line: dict[str, float] | None) -> Update:
-    """An update of a block of 2: numerator, denominator, norm, skipped, and three sums of its one slot."""
+    """An update of a block of 2: numerator, denominator, norm, skipped, stop, and three sums of its one slot."""
     return Update(step, ["d"], Report(torch.tensor(numbers), arrival), line, 1.0)
 
 
@@ -150,11 +150,11 @@ def test_numbers_are_taken_as_they_arrive_in_the_order_of_steps(tmp_path: Path) 
     arrivals = [Arrival() for _ in range(REPORTS + 1)]
     for number, arrival in enumerate(arrivals[: REPORTS - 1]):
         line = {"lr": number + 1.0} if number % 2 else None
-        journal.add(update(number + 1, arrival, [number, 2, 5, 0, 1, 4, 0], line))
+        journal.add(update(number + 1, arrival, [number, 2, 5, 0, 0, 1, 4, 0], line))
     assert metrics(tmp_path) == []
     assert not any(arrival.there for arrival in arrivals)  # nobody waited
     arrivals[1].there = True  # but the first is still on its way
-    journal.add(update(REPORTS, arrivals[REPORTS - 1], [REPORTS - 1, 2, 5, 0, 1, 4, 0], {"lr": float(REPORTS)}))
+    journal.add(update(REPORTS, arrivals[REPORTS - 1], [REPORTS - 1, 2, 5, 0, 0, 1, 4, 0], {"lr": float(REPORTS)}))
     # The memory of the first is about to be used again, so that one was waited for, and the second was there.
     assert [arrival.there for arrival in arrivals[:3]] == [True, True, False]
     assert [row["step"] for row in metrics(tmp_path)] == [2]
@@ -169,9 +169,9 @@ def test_numbers_are_taken_as_they_arrive_in_the_order_of_steps(tmp_path: Path) 
 
 def test_stopping_leaves_later_updates_unsaid(tmp_path: Path) -> None:
     journal = Journal(Metrics(tmp_path, 0), SILENT, 3, stop=True)
-    journal.add(update(7, Arrival(), [1, 2, 5, 3, 1, 4, 0], {"lr": 1.0}))  # 3 were left out before the run began
-    journal.add(update(8, Arrival(), [math.nan, 2, math.nan, 4, 1, 4, 0], {"lr": 1.0}))
-    journal.add(update(9, Arrival(), [1, 2, 5, 4, 1, 4, 0], {"lr": 1.0}))
+    journal.add(update(7, Arrival(), [1, 2, 5, 3, 0, 1, 4, 0], {"lr": 1.0}))  # 3 were left out before the run began
+    journal.add(update(8, Arrival(), [math.nan, 2, math.nan, 4, 0, 1, 4, 0], {"lr": 1.0}))
+    journal.add(update(9, Arrival(), [1, 2, 5, 4, 0, 1, 4, 0], {"lr": 1.0}))
     with pytest.raises(TrainError, match=r"gradient of step 8 was not finite \(documents d\)"):
         journal.settle()
     assert [row["step"] for row in metrics(tmp_path)] == [7]
@@ -181,7 +181,7 @@ def test_many_documents_are_named_in_part(tmp_path: Path) -> None:
     said: list[str] = []
     journal = Journal(Metrics(tmp_path, 0), hearing(said), 0, stop=True)
     names = [f"d{number}" for number in range(20)]
-    nothing = Report(torch.tensor([0.0, 0, math.nan, 1, 0, 0, 0]), None)
+    nothing = Report(torch.tensor([0.0, 0, math.nan, 1, 0, 0, 0, 0]), None)
     journal.add(Update(1, names, nothing, {"lr": 1.0}, 1.0))  # nothing supervised is no reason to stop
     assert said == ["step 1 had nothing supervised (documents d0, d1, d2, d3, d4, d5, d6, d7, ...): no update was made"]
     assert "loss" not in metrics(tmp_path)[0]

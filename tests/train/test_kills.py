@@ -77,7 +77,7 @@ def test_told_to_stop_a_run_saves_and_goes_on_bit_identical(accumulate: int, fil
 
 def test_asked_at_every_step_a_run_still_gets_through(filled: Store, tmp_path: Path) -> None:
     """One update a call: at an epoch's end, too, what belongs to it is done by the next call."""
-    changes: dict[str, Any] = {"epochs": 2, "save_every": 1000}
+    changes: dict[str, Any] = {"epochs": 2, "save_every": 1000, "validate_every": 3}
     whole = trainer(filled, tmp_path / "whole", **changes).run()
     calls = 0
     while True:
