@@ -120,7 +120,9 @@ def _peers() -> Iterator[None]:
 
 
 def alone(device: torch.device) -> Ranks:
-    """A run of one process."""
+    """A run of one process; on a GPU without a number, on the current one."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return Ranks(0, 1, device, joined=False)
 
 
