@@ -141,7 +141,9 @@ def drafter_folder(folder: Path, said: str | None, listener: Listener) -> Path |
 
 
 def run_name(settings: Settings, changed: Sequence[str]) -> str:
-    """What a run is called where many are listed: its folder's name and what was set differently, "drafter lr=3e-4"."""
+    """What a run is called where many are listed: its own name, or its folder's and what differs: "drafter lr=3e-4"."""
+    if settings.train.name:
+        return settings.train.name
     differs = [text.partition(".")[2] for text in changed if not text.strip().startswith("train.run=")]
     return " ".join([Path(settings.train.run).name, *differs])
 

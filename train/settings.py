@@ -13,6 +13,11 @@ class TrainSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     run: str = Field("runs/drafter", min_length=1, description="folder of checkpoints and metrics; one a variant")
+    name: str | None = Field(
+        None,
+        min_length=1,
+        description="what trackers call the run; by default its folder's name and what --set says",
+    )
     epochs: int = Field(6, ge=1, description="passes over the training documents")
     steps: int | None = Field(None, ge=1, description="updates in all, in place of epochs")
     tokens: int = Field(3072, ge=2, description="tokens of a packed batch")
@@ -69,7 +74,7 @@ class TrainSettings(BaseModel):
 
 
 FREE_TO_CHANGE = {
-    *("run", "epochs", "steps", "save_every", "keep", "keep_every", "keep_best", "log_every"),
+    *("run", "name", "epochs", "steps", "save_every", "keep", "keep_every", "keep_best", "log_every"),
     *("validate_every", "validate_documents", "trackers", "project", "non_finite"),
 }
 """Settings that a resumed run may change; any other makes it another run."""

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 SECTIONS = ("drafter", "loss", "train")
-"""Sections of a run's settings that make it what it is; the store's identity has a fingerprint."""
+"""Of a run's settings, those that make it what it is and may vary; the others make the store."""
+OWN = {"run", "name"}
+"""Of `[train]`, what says which run it is."""
 DONE, UNFINISHED = "done", "unfinished"
 """States of a run of which its folder alone tells."""
 
@@ -150,14 +152,14 @@ def _validations(metrics: Sequence[dict[str, Any]], lines: Sequence[dict[str, An
         numbers = {key.removeprefix("heldout_"): value for key, value in line.items() if key.startswith("heldout_")}
         if numbers:
             ends = numbers.get("accepted_length_low"), numbers.get("accepted_length_high")
-            at[line["step"]] = {**numbers, "interval": ends}
+            at[line["step"]] = {**numbers, "accepted_length_interval": ends}
     for line in lines:
         at[line["step"]] = {**at.get(line["step"], {}), **line}
     return [_validation(step, values) for step, values in sorted(at.items())]
 
 
 def _validation(step: int, values: Mapping[str, Any]) -> Validation:
-    ends = [_number(end) for end in _list(values.get("interval"))]
+    ends = [_number(end) for end in _list(values.get("accepted_length_interval"))]
     rows = sorted(row for row in map(_list, _list(values.get("documents"))) if len(row) == 4)
     rounds: dict[str, int] = {}
     for _, tag, _, count in rows:
@@ -180,7 +182,7 @@ def _validation(step: int, values: Mapping[str, Any]) -> Validation:
 def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for section in SECTIONS:
         for key, value in _mapping(settings.get(section)).items():
-            if (section, key) != ("train", "run"):
+            if section != "train" or key not in OWN:
                 yield f"{section}.{key}", value
 
 

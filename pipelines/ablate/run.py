@@ -24,7 +24,7 @@ from ..location import ConfigError
 from ..stages import store_location
 from ..stopping import stoppable
 from .board import DONE, Board, Row
-from .folders import read_run
+from .folders import OWN, read_run
 from .queue import LOG, Job, Queue
 from .report import write_report
 from .results import collect, write_results
@@ -111,7 +111,7 @@ def _finished(variant: Variant, store: Store) -> bool:
     try:
         about = json.loads((variant.folder / "run.json").read_text())
         made: dict[str, Any] = {**about["settings"]}
-        made["train"] = {key: value for key, value in made["train"].items() if key != "run"}
+        made["train"] = {key: value for key, value in made["train"].items() if key not in OWN}
         return about["done"] is True and made == {
             **asked(variant.settings),
             "store": store.identity.model_dump(mode="json"),

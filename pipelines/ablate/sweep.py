@@ -39,10 +39,9 @@ from ..config import (
     toml_value,
 )
 from ..location import ConfigError, read_toml
+from .folders import OWN, SECTIONS
 
-DEPTH, TYPES, RUN = "drafter.depth", "drafter.layer_types", "train.run"
-SECTIONS = ("drafter", "loss", "train")
-"""What may vary; the others make the store."""
+DEPTH, TYPES, RUN, NAME = "drafter.depth", "drafter.layer_types", "train.run", "train.name"
 LONG = 24
 """Characters of a value in a run's name; longer ones are cut, and told apart by a digest."""
 LONGEST = 200
@@ -129,7 +128,8 @@ def read_sweep(folder: Path, path: Path, overrides: Sequence[str]) -> Sweep:
         origin = f"{path}, variant {called}"
         if len(called) > LONGEST:
             raise ConfigError(f"{path}: the name {called} is too long for a folder: name fewer settings in [grid]")
-        changes = _merged(origin, types, base, said, named.get(own, {}), point) | {RUN: f"{root}/{called}"}
+        identity = {RUN: f"{root}/{called}", NAME: f"{name}/{called}"}
+        changes = _merged(origin, types, base, said, named.get(own, {}), point) | identity
         settings = make_settings(_with(values, changes), [], origin)
         told = tuple(f"{key}={toml_value(value)}" for key, value in changes.items())
         variants.append(Variant(called, folder / Path(root).expanduser() / called, told, settings))
@@ -183,8 +183,9 @@ def _check(path: Path, file: _File, said: Flat, base: Flat, grid: Flat, named: M
             raise ConfigError(f"{path}: the name {name!r} is a folder's: write it with letters, digits and . _ + = , -")
     if twice := [name for name, count in Counter(entry.name for entry in file.variant).items() if count > 1]:
         raise ConfigError(f"{path}: two variants are named {twice[0]}")
-    if RUN in {**base, **said}:
-        raise ConfigError(f"{RUN} is not for a sweep, whose runs each have a folder: set `folder` in {path}")
+    for key, instead in ((RUN, "folder"), (NAME, "name")):
+        if key in {**base, **said}:
+            raise ConfigError(f"{key} is not for a sweep, whose runs each have their own: set `{instead}` in {path}")
     varied = {key: "[grid]" for key in grid}
     for name, table in named.items():
         for key in table:
@@ -194,8 +195,8 @@ def _check(path: Path, file: _File, said: Flat, base: Flat, grid: Flat, named: M
     for key, where in varied.items():
         if key in said:
             raise ConfigError(f"--set {key}: it varies in this sweep, by {where} of {path}")
-        if key == RUN:
-            raise ConfigError(f"{path}, {where}: {RUN} is not for a sweep, whose runs each have a folder")
+        if key in (RUN, NAME):
+            raise ConfigError(f"{path}, {where}: {key} is not for a sweep, whose runs each have their own")
         if key.partition(".")[0] not in SECTIONS:
             raise ConfigError(
                 f"{path}, {where}: {key} cannot vary, for all runs of a sweep train from one store; what can is in "
@@ -219,7 +220,8 @@ def _check_apart(path: Path, variants: Sequence[Variant]) -> None:
 def asked(settings: Settings) -> dict[str, dict[str, Any]]:
     """The settings that make a run what it is, as its `run.json` has them."""
     found = {section: getattr(settings, section).model_dump(mode="json") for section in SECTIONS}
-    del found["train"]["run"]
+    for key in OWN:
+        del found["train"][key]
     return found
 
 

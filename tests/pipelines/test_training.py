@@ -85,6 +85,8 @@ def test_a_run_is_named_by_what_differs(work: Path) -> None:
     changed = ["train.run=runs/wide", "train.lr=3e-4", "drafter.block_size=8"]
     assert run_name(load_settings(work, changed), changed) == "wide lr=3e-4 block_size=8"
     assert run_name(load_settings(work, []), []) == "drafter"
+    changed = [*changed, "train.name=mine"]
+    assert run_name(load_settings(work, changed), changed) == "mine"
 
 
 def test_where_a_drafter_to_begin_from_lies(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
