@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,19 +29,26 @@ BETWEEN = 0.2
 
 @contextmanager
 def writing(stream: TextIO) -> Iterator[Listener]:
-    """A listener that writes JSON lines; any thread may use it. What was counted is all written at the end."""
+    """A listener that writes JSON lines; any thread may use it. What was counted is all written at the end.
+
+    Once nobody reads them any more, lines are dropped: a run does not end, unsaved, for want of a listener.
+    """
     lock = threading.RLock()
     counted, last = 0, -math.inf
 
     def write(content: dict[str, Any] | None) -> None:
         nonlocal counted, last
         with lock:
-            if counted:  # first, so that lines stay in the order of what happened
-                print(json.dumps({"advance": counted}), file=stream)
+            # First what was counted, so that lines stay in the order of what happened.
+            lines = [{"advance": counted}] * bool(counted) + [content] * (content is not None)
             counted, last = 0, time.monotonic()
-            if content is not None:
-                print(json.dumps(content), file=stream)
-            stream.flush()
+            try:
+                stream.write("".join(json.dumps(line) + "\n" for line in lines))
+                stream.flush()
+            except BrokenPipeError:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())  # or what the stream still holds would fail again at the very end
+                os.close(nowhere)
 
     def advance(amount: int, note: str) -> None:
         nonlocal counted

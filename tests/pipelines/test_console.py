@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from io import StringIO
@@ -161,6 +162,16 @@ def test_json_lines_that_count_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [json.loads(line)["advance"] for line in out.getvalue().splitlines()]
     assert sum(counts) == 1000
     assert 45 <= len(counts) <= 52
+
+
+def test_json_lines_that_nobody_reads_end_nothing() -> None:
+    reading, writes = os.pipe()
+    os.close(reading)
+    with os.fdopen(writes, "w") as stream:
+        with writing(stream) as listener:
+            for number in range(3):
+                listener.say(f"line {number}")
+        write_done("made", stream)
 
 
 @pytest.mark.parametrize("line", ["wandb: syncing", "[1, 2]", '{"say": 3}', '{"other": 1}', "7"])
