@@ -95,7 +95,7 @@ def work(hybrid: Path, filled: Store, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path / "data.jsonl", 6)
     small = {"store.path": filled.place, "drafter.layer_ids": [1, 5], "drafter.block_size": 4, "train.tokens": 512}
-    few = {"train.anchors": 8, "train.epochs": 20, "train.log_every": 1}
+    few = {"train.anchors": 8, "train.epochs": 12, "train.log_every": 1}
     changes = [word for key, value in (small | few).items() for word in ("--set", f"{key}={value}")]
     assert run(monkeypatch, "init", "--target", str(hybrid), "--data", "data.jsonl", *changes) == 0
     return tmp_path
@@ -140,7 +140,7 @@ def test_a_sweep_killed_half_way_is_finished_by_a_second_call(
     assert all(row["run"] in page.replace("<wbr>", "") for row in found["runs"])
 
     # Nothing is left to do; a variant more is the only one made.
-    (work / "s.toml").write_text("[grid]\ndrafter.depth = [1, 2, 3]\n[base]\ntrain.epochs = 20\n")
+    (work / "s.toml").write_text("[grid]\ndrafter.depth = [1, 2, 3]\n[base]\ntrain.epochs = 12\n")
     assert run(monkeypatch, "ablate", "s.toml", "--gpus", "cpu,cpu") == 0
     said = capsys.readouterr().out
     assert "3 runs, 2 of them done" in said
