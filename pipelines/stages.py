@@ -16,6 +16,7 @@ from ..store import TRAIN, Store, open_store, place_of
 from ..store.format import RECORD
 from ..store.place import Directory
 from ..store.progress import SILENT, Listener
+from ..train.settings import FREE_TO_CHANGE
 from .config import Settings
 from .location import ConfigError, located
 from .stopping import Stop
@@ -144,7 +145,13 @@ def run_name(settings: Settings, changed: Sequence[str]) -> str:
     """What a run is called where many are listed: its own name, or its folder's and what differs: "drafter lr=3e-4"."""
     if settings.train.name:
         return settings.train.name
-    differs = [text.partition(".")[2] for text in changed if not text.strip().startswith("train.run=")]
+    said = [text.strip().partition(".") for text in changed]
+    unsaid = FREE_TO_CHANGE - {"epochs", "steps"}  # how it reports is not what it is
+    differs = [
+        text
+        for section, _, text in said
+        if section in ("drafter", "loss") or (section == "train" and text.partition("=")[0].strip() not in unsaid)
+    ]
     return " ".join([Path(settings.train.run).name, *differs])
 
 

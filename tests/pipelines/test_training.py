@@ -83,6 +83,7 @@ def test_ranks_stop_together_go_on_and_end_with_one_that_is_killed(work: Path) -
 
 def test_a_run_is_named_by_what_differs(work: Path) -> None:
     changed = ["train.run=runs/wide", "train.lr=3e-4", "drafter.block_size=8"]
+    changed += ["train.log_every=1", 'train.trackers=["trackio"]', "store.path=there"]
     assert run_name(load_settings(work, changed), changed) == "wide lr=3e-4 block_size=8"
     assert run_name(load_settings(work, []), []) == "drafter"
     changed = [*changed, "train.name=mine"]

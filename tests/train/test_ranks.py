@@ -160,7 +160,7 @@ def test_local_steps_are_averaged(filled: Store, tmp_path: Path) -> None:
 def test_one_that_is_told_to_stop_stops_all_and_the_run_goes_on_bit_identical(
     sync: str, filled: Store, tmp_path: Path
 ) -> None:
-    changes = {"epochs": 12, "sync": sync, "sync_every": 7, "save_every": 1000, "validate_documents": 0}
+    changes = {"epochs": 8, "sync": sync, "sync_every": 7, "save_every": 1000, "validate_documents": 0}
     ranks = start(2, filled, tmp_path / "cut", **changes)
     wait_for(ranks[1], "ready")
     ranks[1].send_signal(signal.SIGTERM)
