@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
@@ -171,12 +172,21 @@ def _plain(title: str, unit: str) -> Listener:
         rate = (done - before) / max(now - began, 1e-9)
         left = (total - done) / rate if rate else 0.0
         told = ", ".join(watched(numbers)) if numbers else note
-        print(
-            f"{title}: {done:,} of {total:,} {unit}, {_number(rate)} {unit}/s, {left:.0f} s left; {told}".rstrip("; "),
-            flush=True,
-        )
+        line = f"{title}: {done:,} of {total:,} {unit}, {_number(rate)} {unit}/s, {left:.0f} s left; {told}"
+        write_line(sys.stdout, line.rstrip("; "))
 
-    return Listener(lambda line: print(line, flush=True), start, advance, _plain, numbers.update)
+    return Listener(lambda line: write_line(sys.stdout, line), start, advance, _plain, numbers.update)
+
+
+def write_line(stream: TextIO, line: str) -> None:
+    """Write a line, to nowhere once nobody reads any more: work does not end, unsaved, for want of a listener."""
+    try:
+        stream.write(f"{line}\n")
+        stream.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # or what the stream still holds would fail again at the very end
+        os.close(nowhere)
 
 
 def _number(rate: float) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..store.progress import Listener
+from .console import write_line
 
 BETWEEN = 0.2
 """Seconds between lines that only count."""
@@ -42,13 +42,7 @@ def writing(stream: TextIO) -> Iterator[Listener]:
             # First what was counted, so that lines stay in the order of what happened.
             lines = [{"advance": counted}] * bool(counted) + [content] * (content is not None)
             counted, last = 0, time.monotonic()
-            try:
-                stream.write("".join(json.dumps(line) + "\n" for line in lines))
-                stream.flush()
-            except BrokenPipeError:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream.fileno())  # or what the stream still holds would fail again at the very end
-                os.close(nowhere)
+            write_line(stream, "\n".join(map(json.dumps, lines)))
 
     def advance(amount: int, note: str) -> None:
         nonlocal counted
@@ -79,7 +73,7 @@ def writing(stream: TextIO) -> Iterator[Listener]:
 
 def write_done(made: Path | str, stream: TextIO) -> None:
     """The last line: where what was made lies."""
-    print(json.dumps({"done": str(made)}), file=stream, flush=True)
+    write_line(stream, json.dumps({"done": str(made)}))
 
 
 def relay(line: str, listener: Listener) -> str | None:

@@ -39,6 +39,10 @@ PEER_SECONDS = 5.0
 """The same where a rank only missed another, whose own error may be on its way."""
 SAVING_SECONDS = 60.0
 """The same when the ranks were asked to stop: another may be saving."""
+LEAVING_SECONDS = 600.0
+"""From one rank's end as asked to the end of the others."""
+OFTEN = "; often the machine ran out of memory"
+"""What is said of SIGKILL."""
 FINAL_WORDS = ("dflash: ", "Traceback (most recent call last)")
 """How what may be a rank's own error begins."""
 
@@ -93,7 +97,7 @@ class _Rank:
 
     def __init__(self, number: int, device: str, process: subprocess.Popen[str]) -> None:
         self.number, self.process = number, process
-        self.name = f"rank {number} ({'CPU' if device == 'cpu' else f'GPU {device}'})"
+        self.name = f"rank {number} ({device_name(device)})"
         self.code: int | None = None
         self.words: list[str] = []
         self._by_us = False
@@ -140,8 +144,7 @@ class _Rank:
             return said[-1] if self.number == 0 else f"{self.name}: {said[-1]}"
         code = self.code or 0
         if code < 0:
-            often = "; often the machine ran out of memory" if code == -signal.SIGKILL else ""
-            return f"{self.name} was killed by {_signal_name(-code)}{often}"
+            return f"{self.name} was {killed_by(-code)}"
         last = next((line.strip() for line in reversed(self.words) if line.strip()), f"exit code {code}")
         return f"{self.name} failed: {last}"
 
@@ -187,13 +190,15 @@ class _Run:
 
     def follow(self) -> None:
         """Pass lines on until all ranks have ended, and end them where one has died."""
-        deadline, told = math.inf, False
+        deadline = leaving = math.inf
+        told = False
         while running := [rank for rank in self.ranks if rank.code is None]:
             self._take(TICK)
             for rank in running:
                 rank.code = rank.process.poll()
             if any(rank.stopped for rank in self.ranks):
                 self.asked.set()  # by someone else, and one of them: the others are to stop too
+                leaving = min(leaving, time.monotonic() + LEAVING_SECONDS)
             if self.asked.is_set() and not told:
                 told = True
                 for rank in running:
@@ -201,7 +206,7 @@ class _Run:
             now = time.monotonic()
             if any(rank.failed for rank in self.ranks):
                 deadline = min(deadline, now + self._grace())
-            if now >= deadline:
+            if now >= min(deadline, leaving):
                 return  # `close` ends the others
 
     def kill(self) -> None:
@@ -273,7 +278,17 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _signal_name(number: int) -> str:
+def device_name(device: str) -> str:
+    """A device in a sentence."""
+    return "CPU" if device == "cpu" else f"GPU {device}"
+
+
+def killed_by(number: int) -> str:
+    """What a signal's number means for a process that it ended."""
+    return f"killed by {signal_name(number)}" + OFTEN * (number == signal.SIGKILL)
+
+
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

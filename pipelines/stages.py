@@ -7,6 +7,7 @@ listeners.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,6 +108,9 @@ def run_train(
     [device] = devices
     run = folder / Path(settings.train.run).expanduser()
     ranks = join(torch_device(device))
+    asked = threading.Event()
+    if stop and ranks.joined:  # one that left before the others are ready would leave them waiting
+        stop.instead(asked.set)
     try:
         store = open_store(store_location(folder, settings))
         sections = settings.drafter, settings.loss, settings.train
@@ -114,6 +118,8 @@ def run_train(
         trainer = Trainer(store, *sections, run, ranks, listener, begin_from, run_name(settings, changed))
         if stop:
             stop.instead(trainer.ask_to_stop)
+            if asked.is_set():
+                trainer.ask_to_stop()
         last = trainer.run()
     except Stopped:
         ranks.close()

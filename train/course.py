@@ -37,7 +37,7 @@ class Position:
     """Updates made when the drafter was last validated."""
     heldout: list[str] | None = None
     """Parts with the held-out documents that validation uses."""
-    total: int = 0
+    planned: int = 0
     """Batches the run is planned for."""
     epochs: int = 0
     """`train.epochs` when it was planned; another value plans it anew."""
@@ -82,7 +82,7 @@ class Course:
         at, steps = self._at, self._settings.steps
         if steps is not None:
             return at.step >= steps
-        return at.epochs == self._settings.epochs and at.micro >= at.total > 0
+        return at.epochs == self._settings.epochs and at.micro >= at.planned > 0
 
     def record_changes(self) -> None:
         """Keep in the history what this call does otherwise than the one before, and say it."""
@@ -104,13 +104,10 @@ class Course:
         at, store = self._at, self._store
         if at.parts is None:
             store.refresh()
-            # As rank 0 sees them: a part may be committed between one rank's look and another's.
-            listed = self._ranks.tell(json.dumps([part.id for part in store.parts if part.split == TRAIN]))
-            at.parts = json.loads(listed)
-        store.refresh()
+            at.parts = self._agreed(TRAIN)
         documents = store.documents(TRAIN, at.parts)
         check_documents(store, documents, self._settings.tokens)
-        if at.total == 0 or at.epochs != self._settings.epochs:
+        if at.planned == 0 or at.epochs != self._settings.epochs:
             self._plan(documents)
         self._tell(documents)
         return Epoch(documents, self._groups(documents, at.epoch))
@@ -123,7 +120,7 @@ class Course:
         at, settings, ranks = self._at, self._settings, self._ranks
         left = epoch.groups[at.batch :]
         if settings.steps is None:
-            left = left[: max(0, at.total - at.micro)]
+            left = left[: max(0, at.planned - at.micro)]
         else:
             left = left[: (settings.steps - at.step) * settings.accumulate * ranks.count]
         return share(left, ranks.rank, ranks.count), len(left)
@@ -133,7 +130,7 @@ class Course:
         at, settings = self._at, self._settings
         if settings.steps is not None:
             return learning_rate(at.step, at.step + 1, settings.steps, settings.lr, settings.warmup)
-        return learning_rate(at.micro, at.micro + batches, at.total, settings.lr, settings.warmup)
+        return learning_rate(at.micro, at.micro + batches, at.planned, settings.lr, settings.warmup)
 
     def updates(self, epoch: Epoch) -> int:
         """Updates of the whole run, those done included, if later epochs are like this one."""
@@ -141,8 +138,8 @@ class Course:
         if settings.steps is not None:
             return settings.steps
         each = settings.accumulate * self._ranks.count
-        here = max(0, min(len(epoch.groups) - at.batch, at.total - at.micro))
-        later = max(0, at.total - at.micro - here)
+        here = max(0, min(len(epoch.groups) - at.batch, at.planned - at.micro))
+        later = max(0, at.planned - at.micro - here)
         whole, part = divmod(later, max(1, len(epoch.groups)))
         return at.step + math.ceil(here / each) + whole * math.ceil(len(epoch.groups) / each) + math.ceil(part / each)
 
@@ -150,7 +147,7 @@ class Course:
         """The held-out documents that validation uses: those that were there when the run began."""
         at, store = self._at, self._store
         if at.heldout is None:
-            at.heldout = [part.id for part in store.parts if part.split == HELDOUT]
+            at.heldout = self._agreed(HELDOUT)
         return store.documents(HELDOUT, at.heldout).first(self._settings.validate_documents)
 
     def _plan(self, documents: Documents) -> None:
@@ -169,7 +166,14 @@ class Course:
                 "without them, and does not compare with runs that begin later"
             )
         at.epochs = settings.epochs
-        at.total = math.ceil(grows * sum(len(self._groups(documents, epoch)) for epoch in range(settings.epochs)))
+        batches = math.ceil(grows * sum(len(self._groups(documents, epoch)) for epoch in range(settings.epochs)))
+        at.planned = int(self._ranks.tell(str(batches)))
+
+    def _agreed(self, split: str) -> list[str]:
+        """Parts of a split, as rank 0 sees them: one may be committed between one rank's look and another's."""
+        listed = self._ranks.tell(json.dumps([part.id for part in self._store.parts if part.split == split]))
+        self._store.refresh()
+        return json.loads(listed)
 
     def _tokens(self, split: str) -> int:
         return sum(part.tokens for part in self._store.parts if part.split == split)

@@ -54,7 +54,9 @@ class Journal:
     """
 
     def __init__(self, metrics: Metrics | None, listener: Listener, skipped: int, stop: bool) -> None:
-        self._metrics, self._listener, self._skipped, self._stop = metrics, listener, skipped, stop
+        self._metrics, self._listener, self._stop = metrics, listener, stop
+        self.skipped = skipped
+        """Updates left out so far."""
         self._pending: deque[Update] = deque()
         self._sum: Found | None = None
         self.note = ""
@@ -77,8 +79,8 @@ class Journal:
         found = update.report.read()
         if found.stop and self.stop is None:
             self.stop = update.step
-        if found.skipped > self._skipped:
-            self._skipped = found.skipped
+        if found.skipped > self.skipped:
+            self.skipped = found.skipped
             self._left_out(update, found)
         else:
             self._sum = found if self._sum is None else self._sum + found

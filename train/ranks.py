@@ -100,6 +100,15 @@ class Ranks:
         self.share([content])
         return bytes(content.cpu().numpy()).decode()
 
+    def devices(self) -> list[str]:
+        """Each rank's device, by its number on its machine. Raises PeerLost."""
+        if self.device.type != "cuda":
+            return [str(self.device)] * self.count
+        numbers = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        numbers[self.rank] = self.device.index
+        self.add(numbers)
+        return [f"cuda:{number}" for number in numbers.tolist()]
+
     def differ(self, value: Tensor) -> bool:
         """Whether a scalar is not the same on all ranks. Raises PeerLost."""
         low, high = -value.double(), value.double()

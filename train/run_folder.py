@@ -104,9 +104,13 @@ class RunFolder:
         """Where the checkpoint of so many updates goes."""
         return self.checkpoints / f"step-{step:08d}"
 
-    def tidy(self) -> None:
-        """Remove the checkpoints that no rule keeps, and nothing else."""
-        settings, found = self._settings, checkpoints(self.checkpoints)
+    def tidy(self, step: int) -> None:
+        """Remove the checkpoints up to that of `step` that no rule keeps, and nothing else.
+
+        Later ones could not be resumed from, or the run would stand there: they neither go nor count.
+        """
+        settings = self._settings
+        found = [path for path in checkpoints(self.checkpoints) if checkpoint_step(path) <= step]
         stay = set(found[-settings.keep :])
         if settings.keep_every:
             stay |= {path for path in found if checkpoint_step(path) % settings.keep_every == 0}

@@ -157,7 +157,7 @@ class TrainStep:
         forward: what is trained.
         optimizer: over the drafter's parameters.
         measured: a second forward to capture beside it, for validation; it shares the graphs' memory.
-        ranks: whose gradients are summed at every update, and whose validation; by default there is one.
+        ranks: whose gradients are summed at every update; by default there is one.
     """
 
     def __init__(
@@ -230,10 +230,10 @@ class TrainStep:
         self._measure()
         self._measured.inputs.sent()
 
-    def validation(self) -> Found:
-        """What was validated since this was asked for last; by all ranks, who must all ask."""
+    def validation(self, ranks: Ranks) -> Found:
+        """What was validated since this was asked for last, by all these ranks, who must all ask."""
         assert self._measured is not None
-        self._ranks.add(self._measured.sums)
+        ranks.add(self._measured.sums)
         return self._send(self._measured.sums).read()
 
     def _send(self, sums: torch.Tensor) -> Report:

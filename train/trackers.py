@@ -43,15 +43,16 @@ class Tracker:
         """Tell numbers of a step; not again what an interrupted run has told already."""
         if step < self._step:
             return
-        self._step = step
         self._try(lambda: self._run.log(values, step=step))
+        if step > self._step:
+            self._step = step
+            kept = _read(self._file)
+            kept[self._name]["step"] = step
+            write_atomic(self._file, json.dumps(kept, indent=2).encode())
 
     def close(self) -> None:
-        """Tell what is left to tell, and keep how far it was told."""
+        """Tell what is left to tell."""
         self._try(self._run.finish)
-        kept = _read(self._file)
-        kept[self._name]["step"] = self._step
-        write_atomic(self._file, json.dumps(kept, indent=2).encode())
 
     def _try(self, work: Callable[[], object]) -> None:
         if self._failed:

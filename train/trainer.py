@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ class Trainer:
             "store": str(store.place),
             "fingerprint": store.identity.fingerprint,
             "versions": versions(),
-            "devices": [str(device)] * ranks.count,
+            "devices": ranks.devices(),
         }
         self._folder = RunFolder(folder, settings, listener)
         try:
@@ -168,7 +168,7 @@ class Trainer:
         self._averages = self._ranks.joined and settings.sync == "average"
         self._step = TrainStep(trained, self._optimizer, measured, alone(device) if self._averages else self._ranks)
         self._validation = Validation(
-            self._step, self._drafter, ends, store, heldout, budget, self._ranks, self._stream
+            self._step, self._drafter, ends, store, self._course.heldout, budget, self._ranks, self._stream
         )
         self._stopping = StopSignal(self._ranks, self._step, self._averages)
         if device.type == "cuda":
@@ -301,7 +301,9 @@ class Trainer:
         if self._averages:
             if not last and at.step % settings.sync_every:
                 return False  # ranks differ, and nothing can be measured or saved
+            journal.settle()
             average(self._optimizer, self._ranks)
+            journal.skipped = int(self._optimizer.skipped)  # another rank's, perhaps, who told of it
         if last:
             journal.settle()
         stop = self._stopping.due(at.step, journal.stop, last)
@@ -372,7 +374,7 @@ class Trainer:
         state = {"position": asdict(self._at), "settings": self._shape, "validation": brief}
         folder = self._folder.of_step(self._at.step)
         save_checkpoint(folder, self._drafter, self._config, state, self._optimizer.state())
-        self._folder.tidy()
+        self._folder.tidy(self._at.step)
         self._describe(done=False)
 
     def _describe(self, done: bool) -> None:
@@ -395,7 +397,8 @@ class Trainer:
                     )
                 self._listener.say(f"resuming from {resume.folder}")
         told = self._ranks.tell(json.dumps(resume.state["position"] if resume else {}))
-        self._at = Position(**json.loads(told))
+        known = json.loads(told)
+        self._at = Position(**{item.name: known[item.name] for item in fields(Position) if item.name in known})
         self._saved = self._at.step
         return resume
 

@@ -30,7 +30,7 @@ class Validation:
     step: with a measured forward.
     drafter, ends: to walk with.
     store: where documents are.
-    documents: those to validate on.
+    heldout: the documents to validate on, as they lie in the store by then: the same each time.
     budget: tokens of a batch.
     ranks: of the run.
     stream: reads batches.
@@ -42,26 +42,28 @@ class Validation:
         drafter: Drafter,
         ends: Ends,
         store: Store,
-        documents: Documents,
+        heldout: Callable[[], Documents],
         budget: int,
         ranks: Ranks,
         stream: Stream,
     ) -> None:
         self._step, self._drafter, self._ends, self._store = step, drafter, ends, store
-        self._documents, self._budget, self._ranks, self._stream = documents, budget, ranks, stream
+        self._heldout, self._budget, self._ranks, self._stream = heldout, budget, ranks, stream
+        documents = heldout()
         self._groups = pack(documents.length.tolist(), budget)
         self._fingerprint = hashlib.sha256(np.sort(documents.ids).astype("<u8").tobytes()).hexdigest()[:16]
 
     def run(self) -> dict[str, Any] | None:
         """Loss and numbers of `summarize`, with each document's counts; None without documents. All ranks must ask."""
-        if not len(self._documents):
+        documents = self._heldout()
+        if not len(documents):
             return None
         rank, count = self._ranks.rank, self._ranks.count
-        with self._stream(self._documents, self._groups[rank::count], self._budget) as stream:
+        with self._stream(documents, self._groups[rank::count], self._budget) as stream:
             for number, batch in enumerate(stream):
                 self._step.validate(batch, rank + number * count)  # the number that one rank alone would give it
-        loss = self._step.validation().numbers()
-        documents, block = self._documents, self._drafter.settings.block_size
+        loss = self._step.validation(self._ranks).numbers()
+        block = self._drafter.settings.block_size
         turns = walk(self._drafter, self._ends, self._store, documents, self._budget, share=(rank, count))
         counts = torch.from_numpy(Tally.of(turns, len(documents), block).to_array()).to(self._ranks.device)
         self._ranks.add(counts)

@@ -22,7 +22,7 @@ from ...store.format import DflashError
 from ...store.progress import Listener
 from ..console import reason
 from ..json_lines import relay
-from ..launch import DFLASH
+from ..launch import DFLASH, device_name, killed_by
 from ..stopping import CHILD, STOPPED
 from .board import DONE, WAITING, Board, Row
 
@@ -121,8 +121,8 @@ class Queue:
             self._free.appendleft(device)
             self._fail(job, reason(error))
             return
-        job.row.begin(_place(device))
-        self._board.say(f"{job.row.name}: begins on {_place(device)}")
+        job.row.begin(device_name(device))
+        self._board.say(f"{job.row.name}: begins on {device_name(device)}")
 
     def _end(self, process: _Process) -> None:
         """Judge a process that has ended."""
@@ -136,23 +136,22 @@ class Queue:
             row.state = self.states[row.name] = "stopped"
             self._board.say(f"{row.name}: stopped at {row.updates or 'no'} updates")
         elif code < 0:
-            self._killed(job, _signal_name(-code))
+            self._killed(job, killed_by(-code))
         else:
             self._fail(job, process.last_words() or f"exit code {code}")
 
     def _killed(self, job: Job, by: str) -> None:
-        name, killed = job.row.name, f"killed by {by}"
-        often = "; often the machine ran out of memory" if by == "SIGKILL" else ""
+        name = job.row.name
         again = name in self._killed_once
         self._killed_once.add(name)
-        self.states[name] = f"{killed}: twice{often}" if again else killed
+        self.states[name] = f"killed: twice, {by}" if again else f"killed: {by}"
         job.row.state = "killed"
         if again or self.asked:
             self._board.say(f"{name}: {self.states[name]}; see {job.folder / LOG}")
         else:
             job.row.state = WAITING
             self._waiting.append(job)
-            self._board.say(f"{name}: {killed}{often}; it goes on from its last checkpoint, after the others")
+            self._board.say(f"{name}: {by}; it goes on from its last checkpoint, after the others")
 
     def _fail(self, job: Job, why: str) -> None:
         job.row.state = "failed"
@@ -168,7 +167,7 @@ class _Process:
         job.folder.mkdir(parents=True, exist_ok=True)
         self._log = (job.folder / LOG).open("ab", buffering=0)
         self._note(
-            f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {_place(device)}: dflash train {' '.join(job.arguments)}"
+            f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {device_name(device)}: dflash train {' '.join(job.arguments)}"
         )
         self._began = self._log.tell()
         try:
@@ -239,14 +238,3 @@ def _environment(processes: int) -> dict[str, str]:
     found[CHILD] = "1"
     found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     return found
-
-
-def _place(device: str) -> str:
-    return "CPU" if device == "cpu" else f"GPU {device}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -69,7 +69,9 @@ def collect(runs: Sequence[tuple[str, Path]], states: Mapping[str, str]) -> Resu
     to_best: dict[str, Difference] = {}
     for run in measured[1:]:
         if _same_documents(run, measured[0]) and _same_store(run, measured[0]):
-            to_best[run.name] = _difference(run, measured[0])
+            apart = _difference(run, measured[0])
+            if math.isfinite(apart.low + apart.high):  # too few documents tell no interval
+                to_best[run.name] = apart
     known = [run.settings for run in found if run.settings]
     keys = list(dict.fromkeys(key for settings in known for key in settings))
     differing = [key for key in keys if any(settings.get(key) != known[0].get(key) for settings in known)]

@@ -50,7 +50,7 @@ def test_runs_that_end_badly_are_reported_and_the_others_go_on(tmp_path: Path) -
     queue.work()
     assert [row.state for row in rows] == ["failed", "killed", "done", "done"]
     assert queue.states["fails"] == "failed: the reason, in a sentence"
-    assert queue.states["killed-always"].startswith("killed by SIGKILL: twice")
+    assert queue.states["killed-always"].startswith("killed: twice, killed by SIGKILL")
     assert set(queue.states) == {"fails", "killed-always"}
     began = {row.name: len(list((tmp_path / row.name).glob("began*"))) for row in rows}
     assert began == {"fails": 1, "killed-always": 2, "killed-once": 2, "good": 1}

@@ -131,11 +131,12 @@ def test_a_store_that_grows_keeps_validation_and_schedule(
     run = trainer(open_store(tmp_path / "s"), tmp_path / "run", epochs=4)
     before = open_store(tmp_path / "s").documents(HELDOUT).ids.tolist()
     for n in range(4):
-        path = write_data(tmp_path / f"more{n}.jsonl", 8, first=100 + 50 * n, heldout=4)
+        path = write_data(tmp_path / f"more{n}.jsonl", 8, first=100 + 50 * n, heldout=104 + 50 * n)
         fill(make_store(hybrid, [path], tmp_path / "s"))
     run.run()
     states = json.loads((checkpoints(tmp_path / "run/checkpoints")[-1] / "training/state.json").read_text())
     held = states["position"]["heldout"]
+    assert len(open_store(tmp_path / "s").documents(HELDOUT)) > len(before)
     assert sorted(open_store(tmp_path / "s").documents(HELDOUT, held).ids.tolist()) == sorted(before)
     assert sum("heldout_loss" in row for row in metrics(tmp_path / "run")) == 4
 
@@ -152,6 +153,15 @@ def test_a_finished_run_goes_on_with_more_epochs(filled: Store, tmp_path: Path) 
     first = trainer(filled, tmp_path / "run", epochs=1).run()
     assert trainer(filled, tmp_path / "run", epochs=1).run() == first
     assert trainer(filled, tmp_path / "run", epochs=2).run() != first
+
+
+def test_a_checkpoint_that_cannot_be_resumed_from_neither_goes_nor_counts(filled: Store, tmp_path: Path) -> None:
+    saved = trainer(filled, tmp_path / "run", epochs=1, keep=1, keep_best=False).run()
+    damaged = saved.with_name("step-90000000")
+    shutil.copytree(saved, damaged)
+    (damaged / "training/optimizer.safetensors").write_bytes(b"")
+    last = trainer(filled, tmp_path / "run", epochs=2, keep=1, keep_best=False).run()
+    assert checkpoints(tmp_path / "run/checkpoints") == [last, damaged]
 
 
 def test_old_checkpoints_are_removed_and_nothing_else(filled: Store, tmp_path: Path) -> None:
