@@ -142,8 +142,10 @@ def drafter_folder(folder: Path, said: str | None, listener: Listener) -> Path |
 
     try:
         return locate(said)
-    except TargetError as error:
-        listener.say(f"note: train.init_from: {error}")
+    except TargetError:
+        listener.say(
+            f"note: train.init_from: there is no folder {local}, and nothing was had from the hub by that name"
+        )
         return local
 
 

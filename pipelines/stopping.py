@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,9 @@ CHILD = "DFLASH_CHILD"
 
 ORPHAN_SECONDS = 600.0
 """How long a process goes on once its parent is gone: enough to save, and not forever where others do not answer."""
+
+SAME_SECONDS = 1.0
+"""Signals so close together are one request: what stops a process may signal it, and then its whole group."""
 
 _OVER = b"\0"  # no signal's number
 
@@ -41,7 +45,8 @@ class Stop:
         self._notice, self._last = notice, last
         self._ask: Callable[[], None] | None = None
         self._kill: Callable[[], None] = lambda: None
-        self._asked = False
+        self._asked: float | None = None
+        """When it was asked first."""
         self._lock = threading.Lock()
 
     def instead(self, ask: Callable[[], None], kill: Callable[[], None] = lambda: None) -> None:
@@ -57,12 +62,12 @@ class Stop:
     def request(self, again: bool) -> None:
         """Someone wants this process to stop; `again`: ends it at once where it was asked before."""
         with self._lock:
-            if self._ask is not None and not self._asked:
-                self._asked = True
+            if self._ask is not None and self._asked is None:
+                self._asked = time.monotonic()
                 if self._notice:
                     print(self._notice, file=sys.stderr, flush=True)
                 self._ask()
-            elif self._ask is None or again:
+            elif self._asked is None or (again and time.monotonic() - self._asked > SAME_SECONDS):
                 self.end()
 
     def end(self) -> None:

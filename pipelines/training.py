@@ -15,7 +15,7 @@ from .console import console, fail, leave, reason, reporting
 from .devices import choose_devices, own_device, own_rank
 from .json_lines import write_done
 from .launch import PEER_LOST, launch
-from .stopping import AGAIN, STOPPED, Stop, is_child, stoppable
+from .stopping import STOPPED, Stop, is_child, stoppable
 
 
 def train(folder: Path, gpus: str, overrides: list[str], wait: bool, as_json: bool) -> int:
@@ -40,7 +40,7 @@ def train(folder: Path, gpus: str, overrides: list[str], wait: bool, as_json: bo
     def last() -> None:
         if leads:
             leave()
-            fail(AGAIN)
+            fail("ended without saving; the same command goes on from the last checkpoint, or begins anew")
 
     quiet = as_json or is_child() or not leads
     notice = "" if quiet else "dflash: stopping at the next step, and saving"

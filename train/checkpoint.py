@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..store import DflashError, Identity
@@ -250,9 +250,11 @@ def load_resume(folder: Path) -> Resume:
     """What a run needs to go on from a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint holds no training state.
+        CheckpointError: the checkpoint holds no training state, or a file of it is not whole.
     """
     try:
+        with safe_open(folder / WEIGHTS, "pt"):
+            pass  # its header tells how long it must be
         return Resume(folder, json.loads((folder / STATE).read_text()), load_file(folder / OPTIMIZER))
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be resumed from: {error}") from None

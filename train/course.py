@@ -89,7 +89,11 @@ class Course:
         at, settings = self._at, self._settings
         before = {"train.epochs": at.epochs, "train.steps": at.steps, "processes": at.ranks}
         now = {"train.epochs": settings.epochs, "train.steps": settings.steps, "processes": self._ranks.count}
-        changed = [f"{name} was {before[name]}, now {now[name]}" for name in now if before[name] != now[name]]
+        changed = [
+            f"{name} was {before[name] or 'not set'}, now {now[name] or 'not set'}"
+            for name in now
+            if before[name] != now[name]
+        ]
         at.steps, at.ranks = settings.steps, self._ranks.count
         if at.step and changed:
             at.history.append({"step": at.step, "changed": changed})

@@ -98,6 +98,11 @@ class RunFolder:
                 f"no checkpoint in {self.checkpoints} can be resumed from: move that folder away to begin anew, or "
                 "begin from one's weights with train.init_from and another train.run"
             )
+        if step := _step_of(self.path / "run.json"):
+            self._listener.say(
+                f"warning: {self.path / 'run.json'} tells of {step:,} updates, but there is no checkpoint: "
+                "the run begins anew"
+            )
         return None
 
     def of_step(self, step: int) -> Path:
@@ -136,6 +141,14 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+def _step_of(path: Path) -> int:
+    """Updates that a `run.json` tells of; 0 where it cannot be read."""
+    try:
+        return int(json.loads(path.read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _score(path: Path) -> float | None:

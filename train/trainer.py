@@ -231,13 +231,14 @@ class Trainer:
     def _begin(self, epoch: Epoch) -> None:
         """Say what begins."""
         settings, at = self._settings, self._at
+        passes = [i for group in epoch.groups for i in group]  # of a mixture not all, and some more than once
         size = sum(parameter.numel() for parameter in self._drafter.parameters())
         updates = self._course.updates(epoch)
         each = f"{settings.accumulate * self._ranks.count} x " if settings.accumulate * self._ranks.count > 1 else ""
         self._listener.say(
-            f"{self._name}: {size / 1e6:,.1f} M parameters, {len(epoch.documents):,} documents of "
-            f"{int(epoch.documents.length.sum()):,} tokens, {updates:,} updates of {each}{settings.tokens:,} tokens, "
-            f"on {self._ranks.count} x {self._ranks.device.type}"
+            f"{self._name}: {size / 1e6:,.1f} M parameters, {len(set(passes)):,} documents of "
+            f"{int(epoch.documents.length[passes].sum()):,} tokens, {updates:,} updates of "
+            f"{each}{settings.tokens:,} tokens, on {self._ranks.count} x {self._ranks.device.type}"
         )
         self._updates = updates
         self._listener.start(updates, at.step)

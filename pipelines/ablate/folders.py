@@ -128,7 +128,7 @@ def read_run(name: str, folder: Path, said: str | None) -> Run:
         reason=reason.strip(),
         step=max([int(step), *(line["step"] for line in lines)]),
         updates=None if updates is None else int(updates),
-        settings=dict(_flat(_mapping(about.get("settings")))),
+        settings=dict(flat(_mapping(about.get("settings")))),
         store=_text(about.get("store")),
         fingerprint=_text(about.get("fingerprint")),
         devices=list(map(str, _list(about.get("devices")))),
@@ -179,7 +179,8 @@ def _validation(step: int, values: Mapping[str, Any]) -> Validation:
     )
 
 
-def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What makes a run what it is, by `section.key`."""
     for section in SECTIONS:
         for key, value in _mapping(settings.get(section)).items():
             if section != "train" or key not in OWN:

@@ -8,6 +8,7 @@ processes and signals, nothing of sweeps and of training.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import threading
@@ -166,9 +167,8 @@ class _Process:
         self.job, self.device = job, device
         job.folder.mkdir(parents=True, exist_ok=True)
         self._log = (job.folder / LOG).open("ab", buffering=0)
-        self._note(
-            f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} on {device_name(device)}: dflash train {' '.join(job.arguments)}"
-        )
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._note(f"--- {now} on {device_name(device)}: dflash train {shlex.join(job.arguments)}")
         self._began = self._log.tell()
         try:
             self._process = subprocess.Popen(

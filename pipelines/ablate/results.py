@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,20 @@ class Results:
         return [run for run in self.runs if run.accepted_length is not None]
 
 
-def collect(runs: Sequence[tuple[str, Path]], states: Mapping[str, str]) -> Results:
+def collect(
+    runs: Sequence[tuple[str, Path]],
+    states: Mapping[str, str],
+    settings: Mapping[str, dict[str, Any]] | None = None,
+) -> Results:
     """Read and compare runs.
 
     Args:
         runs: name and folder of each; folders may be missing or unfinished.
         states: by name, a word, or `word: reason`. A run that is not in it is finished or not by its own word.
+        settings: by name and `section.key`, of runs that have yet to begin.
     """
     found = [read_run(name, folder, states.get(name)) for name, folder in runs]
+    found = [run if run.settings else replace(run, settings=(settings or {}).get(run.name, {})) for run in found]
     ordered = sorted(found, key=lambda run: math.inf if run.accepted_length is None else -run.accepted_length)
     measured = [run for run in ordered if run.accepted_length is not None]
     to_best: dict[str, Difference] = {}

@@ -24,7 +24,7 @@ from ..location import ConfigError
 from ..stages import store_location
 from ..stopping import stoppable
 from .board import DONE, Board, Row
-from .folders import OWN, read_run
+from .folders import OWN, flat, read_run
 from .queue import LOG, Job, Queue
 from .report import write_report
 from .results import collect, write_results
@@ -130,7 +130,8 @@ def _job(folder: Path, variant: Variant, row: Row) -> Job:
 
 def _conclude(sweep: Sweep, states: Mapping[str, str]) -> None:
     """The table on the terminal, the report beside the runs."""
-    results = collect([(variant.name, variant.folder) for variant in sweep.variants], states)
+    settings = {variant.name: dict(flat(asked(variant.settings))) for variant in sweep.variants}
+    results = collect([(variant.name, variant.folder) for variant in sweep.variants], states, settings)
     show(results)
     report = sweep.folder / "report.html"
     write_report(report, results, sweep.name)

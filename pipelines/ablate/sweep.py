@@ -186,6 +186,9 @@ def _check(path: Path, file: _File, said: Flat, base: Flat, grid: Flat, named: M
     for key, instead in ((RUN, "folder"), (NAME, "name")):
         if key in {**base, **said}:
             raise ConfigError(f"{key} is not for a sweep, whose runs each have their own: set `{instead}` in {path}")
+    for key, values in grid.items():
+        if twice := [value for number, value in enumerate(values) if value in values[:number]]:
+            raise ConfigError(f"{path}: [grid] lists {toml_value(twice[0])} twice for {key}")
     varied = {key: "[grid]" for key in grid}
     for name, table in named.items():
         for key in table:

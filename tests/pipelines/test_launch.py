@@ -18,7 +18,7 @@ import pytest
 
 from dflash_offline.pipelines import launch as launching
 from dflash_offline.pipelines.launch import LaunchError, launch
-from dflash_offline.pipelines.stopping import STOPPED, Stop
+from dflash_offline.pipelines.stopping import SAME_SECONDS, STOPPED, Stop
 from dflash_offline.store.progress import SILENT
 
 BEGIN = """
@@ -275,6 +275,7 @@ def test_ctrl_c_reaches_the_launcher_alone_and_a_second_one_ends_all(tmp_path: P
         assert process.stderr.readline() == "stopping\n"
         assert process.poll() is None
         assert all(alive(pid) for pid in pids)
+        time.sleep(SAME_SECONDS + 0.1)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(20) == STOPPED
         assert process.stderr.read() == "ended\n"
@@ -321,6 +322,8 @@ def test_training_is_asked_once_and_a_second_signal_ends_it(tmp_path: Path) -> N
     with alone(tmp_path, "trains", child=False) as process:
         process.terminate()
         wait_for(tmp_path / "asked")
+        process.terminate()  # what stops a process may signal its group next: that is the same request
+        time.sleep(SAME_SECONDS + 0.1)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == STOPPED

@@ -126,7 +126,7 @@ def test_more_steps_and_epochs_are_recorded_and_go_on_where_it_ended(filled: Sto
     assert at["epoch"] == 3
     assert at["history"] == [
         {"step": 5, "changed": ["train.steps was 5, now 9"]},
-        {"step": 9, "changed": ["train.epochs was 2, now 3", "train.steps was 9, now None"]},
+        {"step": 9, "changed": ["train.epochs was 2, now 3", "train.steps was 9, now not set"]},
     ]
     assert json.loads((tmp_path / "run/run.json").read_text())["history"] == at["history"]
     said.clear()
