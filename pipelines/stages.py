@@ -142,10 +142,8 @@ def drafter_folder(folder: Path, said: str | None, listener: Listener) -> Path |
 
     try:
         return locate(said)
-    except TargetError:
-        listener.say(
-            f"note: train.init_from: there is no folder {local}, and nothing was had from the hub by that name"
-        )
+    except TargetError as error:
+        listener.say(f"note: train.init_from: {str(error).removeprefix('target ')}")
         return local
 
 

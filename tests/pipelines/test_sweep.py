@@ -164,9 +164,9 @@ X = '[[variant]]\nname = "x"\n'
         ("[grid]\nloss.gamma = [4, -1]", (), r"variant gamma=-1: loss\.gamma: .*greater than 0, not -1"),
         ("[grid]\ndrafter.depth = [0]", (), r"variant depth=0: drafter\.depth is a number of layers from 1 on, not 0"),
         ("[grid]\ndrafter.depth = [1]\ndrafter.layer_types = [[]]", (), r"say one of them"),
-        ("[grid]\nloss.gamma = [4, 4.0]", (), r"gamma=4 and gamma=4\.0 are the same settings"),
+        ("[grid]\nloss.gamma = [4, 4.0]", (), r"lists 4\.0 twice for loss\.gamma"),
         (X + '[[variant]]\nname = "y"\ndrafter.depth = 2', (), "x and y are the same settings"),
-        ("[grid]\nloss.gamma = [4, 4]", (), "two runs would be named gamma=4"),
+        ("[grid]\nloss.gamma = [4, 4]", (), "lists 4 twice for loss.gamma"),
         ("[grid\n", (), "cannot be read"),
     ],
 )
