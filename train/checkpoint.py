@@ -131,7 +131,7 @@ def settings_from_config(config: dict[str, Any]) -> DrafterSettings:
 
 @dataclass(frozen=True)
 class Resume:
-    """What `save_checkpoint` was given besides the drafter, and where it was found."""
+    """What `save_checkpoint` was given besides the weights, and where it was found."""
 
     folder: Path
     state: dict[str, Any]
@@ -140,12 +140,17 @@ class Resume:
 
 def save_checkpoint(
     folder: Path,
-    drafter: Drafter,
+    weights: dict[str, torch.Tensor],
     config: dict[str, Any],
     state: dict[str, Any],
     optimizer: dict[str, torch.Tensor],
 ) -> None:
     """Write a checkpoint under the name `folder`, whole or not at all.
+
+    Args:
+        weights: the drafter's, contiguous, on the CPU; `optimizer` likewise.
+        config: `drafter_config`.
+        state: where the run stands.
 
     Raises:
         CheckpointError: the disk refused it (full, read-only); earlier checkpoints are untouched.
@@ -158,11 +163,8 @@ def save_checkpoint(
     try:
         staged.chmod(0o755)
         (staged / "training").mkdir()
-        save_file(
-            {name: t.detach().cpu().contiguous() for name, t in drafter.state_dict().items()},
-            staged / WEIGHTS,
-        )
-        save_file({name: t.detach().cpu().contiguous() for name, t in optimizer.items()}, staged / OPTIMIZER)
+        save_file(weights, staged / WEIGHTS)
+        save_file(optimizer, staged / OPTIMIZER)
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (staged / STATE).write_text(json.dumps(state, indent=2) + "\n")
         if not rename_whole(staged, folder):

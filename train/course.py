@@ -56,10 +56,12 @@ class Epoch:
     Attributes:
         documents: of its parts.
         groups: the documents of each packed batch, as indices.
+        growing: whether more documents were planned for the store than it held.
     """
 
     documents: Documents
     groups: list[list[int]]
+    growing: bool
 
 
 class Course:
@@ -111,10 +113,13 @@ class Course:
             at.parts = self._agreed(TRAIN)
         documents = store.documents(TRAIN, at.parts)
         check_documents(store, documents, self._settings.tokens)
-        if at.planned == 0 or at.epochs != self._settings.epochs:
-            self._plan(documents)
-        self._tell(documents)
-        return Epoch(documents, self._groups(documents, at.epoch))
+        held, planned = self._foresee(documents)
+        if at.epochs != self._settings.epochs:
+            at.epochs, at.planned = self._settings.epochs, 0
+        if at.planned == 0 and self._settings.steps is None:
+            self._plan(documents, planned / held)
+        self._tell(held)
+        return Epoch(documents, self._groups(documents, at.epoch), held < planned)
 
     def rest(self, epoch: Epoch) -> tuple[list[list[int]], int]:
         """This rank's batches from the position on, and how many all ranks have.
@@ -154,24 +159,27 @@ class Course:
             at.heldout = self._agreed(HELDOUT)
         return store.documents(HELDOUT, at.heldout).first(self._settings.validate_documents)
 
-    def _plan(self, documents: Documents) -> None:
-        """How many batches `train.epochs` passes over all that is planned make."""
-        at, settings = self._at, self._settings
-        grows = 1.0
-        if (planned := self._store.planned_tokens(TRAIN)) > (held := int(documents.length.sum())):
-            grows = planned / held
+    def _foresee(self, documents: Documents) -> tuple[int, int]:
+        """Tokens of the epoch's documents, and of all that the store is to hold, as rank 0 sees them."""
+        held, steps = int(documents.length.sum()), self._settings.steps
+        planned = max(held, int(self._ranks.tell(str(self._store.planned_tokens(TRAIN)))))
+        if self._seen is None and planned > held:
             self._listener.say(
                 f"the store holds {held:,} of {planned:,} tokens planned to train on: the run takes up what is added "
-                f"between epochs, and its length and learning rate are planned for all of it"
+                "between epochs" + ", and its length and learning rate are planned for all of it" * (steps is None)
             )
-        if (missing := self._store.planned_tokens(HELDOUT) - self._tokens(HELDOUT)) > 0:
+        if self._seen is None and (missing := self._store.planned_tokens(HELDOUT) - self._tokens(HELDOUT)) > 0:
             self._listener.say(
                 f"warning: held-out documents of {missing:,} tokens are still to be extracted: this run validates "
                 "without them, and does not compare with runs that begin later"
             )
-        at.epochs = settings.epochs
-        batches = math.ceil(grows * sum(len(self._groups(documents, epoch)) for epoch in range(settings.epochs)))
-        at.planned = int(self._ranks.tell(str(batches)))
+        return held, planned
+
+    def _plan(self, documents: Documents, grows: float) -> None:
+        """How many batches `train.epochs` passes over all that is planned make."""
+        epochs = range(self._settings.epochs)
+        batches = math.ceil(grows * sum(len(self._groups(documents, epoch)) for epoch in epochs))
+        self._at.planned = int(self._ranks.tell(str(batches)))
 
     def _agreed(self, split: str) -> list[str]:
         """Parts of a split, as rank 0 sees them: one may be committed between one rank's look and another's."""
@@ -191,9 +199,8 @@ class Course:
         packed = pack(documents.length[order].tolist(), settings.tokens)
         return [[int(order[i]) for i in group] for group in packed]
 
-    def _tell(self, documents: Documents) -> None:
+    def _tell(self, tokens: int) -> None:
         """Say what a growing store has added since the last epoch."""
-        tokens = int(documents.length.sum())
         if self._seen is not None and tokens != self._seen:
             self._listener.say(
                 f"epoch {self._at.epoch + 1} trains on {tokens:,} tokens, {tokens - self._seen:,} of them new"

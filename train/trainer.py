@@ -16,7 +16,7 @@ import torch
 
 from ..store import Batch, BatchStream, DflashError, Documents, Store, load_head
 from ..store.progress import SILENT, Listener
-from .checkpoint import CheckpointError, Resume, drafter_config, save_checkpoint
+from .checkpoint import CheckpointError, Resume, drafter_config
 from .checks import changed_settings, check_run
 from .course import Course, Epoch, Position
 from .drafter import Drafter, DrafterSettings
@@ -33,6 +33,7 @@ from .muon import MasterMuon
 from .optimizer import MasterAdamW, Optimizer, average, share
 from .ranks import Ranks, alone
 from .run_folder import RunFolder, versions
+from .saving import Saver
 from .settings import FREE_TO_CHANGE, TrainSettings
 from .step import Forward, Report, TrainStep
 from .stopping import StopSignal
@@ -130,6 +131,8 @@ class Trainer:
             self._folder.release()
             raise
         self._memory: MemoryWatch | None = None
+        self._saver: Saver | None = None
+        """Rank 0's, while the run goes on."""
         self._updates: int | None = None
         """Updates in all, as planned."""
 
@@ -192,6 +195,8 @@ class Trainer:
         try:
             return self._run()
         finally:
+            if self._saver is not None:
+                self._saver.close()
             self._folder.release()
 
     def _run(self) -> Path:
@@ -203,6 +208,9 @@ class Trainer:
             self._describe(done=True)
             return self._folder.of_step(at.step)
         course.record_changes()
+        if self._ranks.leads:
+            weights, optimizer = self._drafter.state_dict(), self._optimizer.state()
+            self._saver = Saver(weights, optimizer, self._ranks.device, self._listener)
         self._metrics = self._open_metrics() if self._ranks.leads else None
         self._meter = Meter(self._ranks.device, self._metrics.seconds if self._metrics else 0.0)
         skipped, first = int(self._optimizer.skipped), at.step
@@ -219,6 +227,8 @@ class Trainer:
                 self._metrics.close()
         if at.step > first and int(self._optimizer.skipped) - skipped >= at.step - first:
             self._listener.say("warning: every update was left out; the drafter is as it was drawn")
+        if self._saver is not None:
+            self._saver.settle()
         self._describe(done=True)
         return self._folder.of_step(at.step)
 
@@ -273,7 +283,12 @@ class Trainer:
             self._stop()
         if at.batch == len(epoch.groups):
             at.epoch, at.batch, at.parts = at.epoch + 1, 0, None
-        self._save(self._validate())  # in this order: a kill in between repeats the one, and loses nothing
+        # While its store is being filled a run's epochs are short, and their ends no occasion.
+        ends = self._course.finished or not epoch.growing
+        self._measure_and_save(
+            ends or self._due(settings.validate_every, at.validated),
+            ends or self._due(settings.save_every, self._saved),
+        )
         if self._memory and (grown := self._memory.grown()):
             self._listener.say(f"GPU memory grew in epoch {at.epoch} ({grown}): it should not after the first step")
 
@@ -307,6 +322,8 @@ class Trainer:
             journal.skipped = int(self._optimizer.skipped)  # another rank's, perhaps, who told of it
         if last:
             journal.settle()
+        if self._saver is not None:
+            self._saver.check()
         stop = self._stopping.due(at.step, journal.stop, last)
         if last:
             return stop  # the epoch's end validates and saves
@@ -318,9 +335,7 @@ class Trainer:
             return False
         with self._meter.paused():
             journal.settle()
-            found = self._validate() if validate and not stop else None
-            if save or stop:
-                self._save(found)
+            self._measure_and_save(validate and not stop, save or stop)
         if stop:
             self._stop()
         return False
@@ -329,7 +344,15 @@ class Trainer:
         """Whether a multiple of `every` has been reached since a step."""
         return every is not None and self._at.step // every > since // every
 
+    def _measure_and_save(self, validate: bool, save: bool) -> None:
+        """In this order: a kill in between repeats the one, and loses nothing."""
+        found = self._validate() if validate else None
+        if save:
+            self._save(found)
+
     def _stop(self) -> None:
+        if self._saver is not None:
+            self._saver.settle()
         raise Stopped(f"stopped after {self._at.step:,} updates, which are saved; run the same command again to go on")
 
     def _watch_memory(self) -> None:
@@ -369,20 +392,26 @@ class Trainer:
         self._saved = self._at.step
         if self._ranks.joined and self._ranks.differ(self._optimizer.buffers[0].sum(dtype=torch.float64)):
             self._listener.say("warning: ranks' weights have come to differ; rank 0's are saved")
-        if not self._ranks.leads:
+        if self._saver is None:
             return
         brief = validation and {name: validation[name] for name in ("loss", "accepted_length")}
         state = {"position": asdict(self._at), "settings": self._shape, "validation": brief}
-        folder = self._folder.of_step(self._at.step)
-        save_checkpoint(folder, self._drafter, self._config, state, self._optimizer.state())
-        self._folder.tidy(self._at.step)
-        self._describe(done=False)
+        step, described = self._at.step, self._description(done=False)
+
+        def saved() -> None:
+            self._folder.tidy(step)
+            self._folder.describe(**described)
+
+        self._saver.save(self._folder.of_step(step), self._config, state, saved)
 
     def _describe(self, done: bool) -> None:
         if self._ranks.leads:
-            at = self._at
-            updates = at.step if done else self._updates
-            self._folder.describe(done=done, step=at.step, updates=updates, history=at.history, **self._described)
+            self._folder.describe(**self._description(done))
+
+    def _description(self, done: bool) -> dict[str, Any]:
+        """What `run.json` says, as things are now."""
+        step, updates = self._at.step, self._at.step if done else self._updates
+        return {"done": done, "step": step, "updates": updates, "history": [*self._at.history], **self._described}
 
     def _resume(self) -> Resume | None:
         """Take the folder, and go where its newest checkpoint left off, if it has one; on every rank."""

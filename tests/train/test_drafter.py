@@ -143,7 +143,7 @@ def save(folder: Path, store: Store, s: DrafterSettings, seed: int = 0) -> Draft
     drafter = Drafter(s, store.identity.hidden_size)
     drafter.reset(seed)
     config = drafter_config(s, store.identity, load_head(store).config, "float32")
-    save_checkpoint(folder, drafter, config, {"position": {}}, {"count": torch.zeros(())})
+    save_checkpoint(folder, drafter.state_dict(), config, {"position": {}}, {"count": torch.zeros(())})
     return drafter
 
 
