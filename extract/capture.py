@@ -18,7 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 from .fused import FusedTarget, not_fusable
 from .kernels.delta_rule import pin_configurations
-from .target import Dtype, TargetError, inspect, weight_files
+from .settings import Dtype
+from .target import TargetError, inspect, weight_files
 
 
 class Capture(Protocol):
@@ -77,7 +78,7 @@ def load_capture(folder: Path, dtype: Dtype, device: str, gpus: int, wanted: Wan
     Args:
         device: "cpu" or "cuda".
         gpus: GPUs to spread it over.
-        sample: token ids `[1, n]`, on which the errors of fp8 are measured.
+        sample: token ids `[1, n]`: a first pass over them makes a GPU's kernels ready, and measures the errors of fp8.
 
     Raises:
         TargetError: it cannot be loaded, or there are no kernels for fp8.
@@ -100,9 +101,9 @@ def load_capture(folder: Path, dtype: Dtype, device: str, gpus: int, wanted: Wan
         return Loaded(StateCapture(model, wanted.layer_ids, last), end, "transformers", notes, [])
     try:
         capture = FusedTarget(model, wanted.layer_ids, last)
+        exact = states_of(capture, sample)
         if dtype != "fp8":
             return Loaded(capture, end, "fused", notes, [])
-        exact = states_of(capture, sample)
         del capture  # its joined weights go as the quantised ones are made
         capture = FusedTarget(model, wanted.layer_ids, last, fp8=True)
         errors = [relative_error(ours, theirs) for ours, theirs in zip(states_of(capture, sample), exact, strict=True)]

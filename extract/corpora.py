@@ -19,8 +19,9 @@ from pathlib import Path
 from ..store.files import rename_whole
 from ..store.place import Directory
 from ..store.sums import LIST, check_files, sum_files
-from .corpus import Corpus, DataSettings, Notes
+from .corpus import Corpus, Notes
 from .render import Renderer
+from .settings import DataSettings
 from .user_cache import cache_folder
 
 FORMAT = 1

@@ -13,32 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import save_file
 
 from ..store import HELDOUT, TRAIN
 from .data import DataError
-
-
-class DataSettings(BaseModel):
-    """Section `[data]`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    files: list[str] = Field(
-        description="conversations: JSONL or Parquet files, folders of them, or folders written by save_to_disk"
-    )
-    thinking: bool = Field(False, description="what the chat template gets as enable_thinking; serve with the same")
-    max_length: int = Field(3072, ge=2, description="tokens kept of a document; what is longer is cut")
-    heldout: float = Field(
-        0.02,
-        ge=0,
-        lt=1,
-        description="share of documents held out, by content hash; lines with a 'split' say it themselves",
-    )
-    tags: list[str] | None = Field(None, description="take only documents of these tags of origin")
-    limit: int | None = Field(None, ge=1, description="take only the first so many training documents")
-    limit_heldout: int | None = Field(None, ge=1, description="take only the first so many held-out documents")
+from .settings import DataSettings
 
 
 @dataclass

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from distributed import Client
-from pydantic import BaseModel, ConfigDict, Field
 
 from ..store import (
     Identity,
@@ -24,21 +23,20 @@ from ..store import (
     lock_store,
     place_of,
 )
-from ..store.format import Encoding
 from ..store.head import save_head
 from ..store.progress import Listener
 from ..store.room import check_writable
 from .cluster import local_cluster
-from .corpus import Corpus, DataSettings
+from .corpus import Corpus
 from .data import DataError, file_hash
 from .dispatch import run_plan
 from .plan import Plan, load_plan, make_plan, plan_key, save_plan, stored_documents
 from .rates import machine_name, remember_rate
 from .render import Renderer
+from .settings import DataSettings, ExtractSettings, TargetSettings
 from .summary import device_rate, summary
 from .target import (
     TargetInfo,
-    TargetSettings,
     check_fast,
     check_layer_ids,
     config_hash,
@@ -46,32 +44,12 @@ from .target import (
     load_ends,
     load_tokenizer,
     locate,
+    resolve_dtype,
     text_hash,
     weights_hash,
 )
 from .tokenise import tokenise
 from .unit import Job
-
-
-class ExtractSettings(BaseModel):
-    """Section `[extract]`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    layer_ids: list[int] = Field(description="target layers whose output is stored, in this order")
-    last_layer: Literal["pre", "post"] | None = Field(
-        None,
-        description="needed only if layer_ids has the target's last layer: before or after the final norm",
-    )
-    final: bool = Field(True, description="store the input of the LM head too (soft losses need it)")
-    encoding: Encoding = Field(
-        "bf16", description="how states are kept: bf16, or fp8 (e4m3, a scale a token and layer) for half the bytes"
-    )
-    unit_tokens: int = Field(32768, ge=1, description="tokens of one unit of work, which is one part of the store")
-    batch_tokens: int = Field(16384, ge=1, description="padded tokens of one forward pass")
-    allow_slow: bool = Field(
-        default=False, description="run a hybrid target on a GPU without flash-linear-attention, many times slower"
-    )
 
 
 @dataclass(frozen=True)
@@ -147,7 +125,7 @@ def survey(
         layer_ids=tuple(settings.layer_ids),
         last_layer=settings.last_layer,
         final=settings.final,
-        dtype=target.resolve_dtype(device),
+        dtype=resolve_dtype(target, device),
         encoding=settings.encoding,
         hidden_size=info.hidden_size,
         num_layers=info.num_layers,

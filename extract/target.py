@@ -12,46 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..store import DflashError
-
-Dtype = Literal["float32", "bfloat16", "fp8"]
-"""What a target computes in; fp8: bfloat16, with matrix products in e4m3."""
+from .settings import Dtype, TargetSettings
 
 
 class TargetError(DflashError):
     """A target that cannot be used; the message says what to do."""
-
-
-class TargetSettings(BaseModel):
-    """Section `[target]`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    path: str = Field(description="folder of the target, or its name on the Hugging Face hub")
-    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = Field(
-        "auto",
-        description="what the target computes in; auto: bfloat16 on a GPU, float32 on the CPU; fp8: products in e4m3",
-    )
-    gpus: int = Field(default=1, ge=1, description="GPUs that one target is spread over, when it is wider than one")
-
-    def resolve_dtype(self, device: str) -> Dtype:
-        """The dtype on a device ("cpu" or a GPU's number).
-
-        Raises:
-            TargetError: fp8 on a CPU.
-        """
-        if self.dtype == "fp8" and device == "cpu":
-            raise TargetError("target.dtype fp8 needs a GPU: choose bfloat16 or float32 on the CPU")
-        if self.dtype != "auto":
-            return self.dtype
-        return "float32" if device == "cpu" else "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -80,6 +52,19 @@ class TargetInfo:
     def vocab_size(self) -> int:
         """Rows of the embedding."""
         return self.text["vocab_size"]
+
+
+def resolve_dtype(settings: TargetSettings, device: str) -> Dtype:
+    """What a target computes in on a device ("cpu" or a GPU's number).
+
+    Raises:
+        TargetError: fp8 on a CPU.
+    """
+    if settings.dtype == "fp8" and device == "cpu":
+        raise TargetError("target.dtype fp8 needs a GPU: choose bfloat16 or float32 on the CPU")
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if device == "cpu" else "bfloat16"
 
 
 def locate(path: str) -> Path:

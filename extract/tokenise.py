@@ -23,9 +23,10 @@ import numpy as np
 
 from ..store.progress import Listener
 from .corpora import corpus_key, keep_corpus, kept_corpus
-from .corpus import Corpus, DataSettings, Notes, Piece, assemble
+from .corpus import Corpus, Notes, Piece, assemble
 from .data import Chunk, DataError, Row, count_rows, read_chunks
 from .render import Renderer
+from .settings import DataSettings
 
 if TYPE_CHECKING:  # it loads torch, which the processes started here do without
     from .target import TargetInfo

@@ -31,10 +31,11 @@ from .capture import Loaded, Wanted, load_capture
 from .corpus import Corpus
 from .outbox import Outbox, Parcel
 from .plan import Plan, Unit, batches, load_plan
-from .target import Dtype, check_fast, inspect
+from .settings import Dtype
+from .target import check_fast, inspect
 
 SAMPLE_TOKENS = 2048
-"""Tokens of the plan's first document on which the errors of fp8 products are measured."""
+"""Tokens of the plan's first document for a first pass, which compiles kernels and measures the errors of fp8."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..extract.corpus import DataSettings
-from ..extract.run import ExtractSettings
-from ..extract.target import TargetSettings
+from ..extract.settings import DataSettings, ExtractSettings, TargetSettings
 from ..train.drafter import DrafterSettings
 from ..train.loss import LossSettings
 from ..train.settings import TrainSettings

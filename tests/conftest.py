@@ -12,10 +12,9 @@ import pytest
 import torch
 from tiny import make_target, write_data
 
-from dflash_offline.extract.corpus import DataSettings
 from dflash_offline.extract.kernels.delta_rule import pin_configurations
-from dflash_offline.extract.run import ExtractSettings, Prepared, prepare, survey
-from dflash_offline.extract.target import TargetSettings
+from dflash_offline.extract.run import Prepared, prepare, survey
+from dflash_offline.extract.settings import DataSettings, ExtractSettings, TargetSettings
 from dflash_offline.extract.unit import run_unit
 from dflash_offline.store import Store
 from dflash_offline.store.progress import SILENT

@@ -7,9 +7,11 @@ has ended. Knows checkpoints, nothing of what is in them.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +102,11 @@ class Saver:
         for tensor in tensors:
             total += -total % 16 + tensor.nbytes
             ends.append(total)
-        memory = torch.empty(total, dtype=torch.uint8)
+        room = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without them
+            room.madvise(mmap.MADV_HUGEPAGE)
+        # The system gives pages as they are touched: were that left to CUDA, training would stand still meanwhile.
+        memory = torch.frombuffer(room, dtype=torch.uint8).zero_()
         if self._device.type == "cuda":
             # Registered, not allocated as pinned: torch's own allocator rounds up to a power of two.
             with torch.cuda.device(self._device):

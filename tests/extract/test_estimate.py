@@ -13,11 +13,12 @@ from conftest import DEVICE, fill
 from stores import IDENTITY
 from tiny import write_data
 
-from dflash_offline.extract.corpus import Corpus, DataSettings
+from dflash_offline.extract.corpus import Corpus
 from dflash_offline.extract.estimate import check_room, estimate
 from dflash_offline.extract.rates import last_rate, remember_rate
-from dflash_offline.extract.run import ExtractSettings, Survey, prepare, survey
-from dflash_offline.extract.target import TargetInfo, TargetSettings
+from dflash_offline.extract.run import Survey, prepare, survey
+from dflash_offline.extract.settings import DataSettings, ExtractSettings, TargetSettings
+from dflash_offline.extract.target import TargetInfo
 from dflash_offline.extract.unit import run_unit
 from dflash_offline.store import StoreFullError, place_of
 from dflash_offline.store.progress import SILENT

@@ -20,13 +20,14 @@ from dflash_offline.extract import target as targets
 from dflash_offline.extract.capture import StateCapture, Wanted, load_model
 from dflash_offline.extract.fused import not_fusable
 from dflash_offline.extract.run import Prepared
+from dflash_offline.extract.settings import TargetSettings
 from dflash_offline.extract.target import (
     TargetError,
-    TargetSettings,
     check_fast,
     check_layer_ids,
     default_layer_ids,
     inspect,
+    resolve_dtype,
 )
 from dflash_offline.extract.unit import UnitWorker, run_unit
 from dflash_offline.store import HELDOUT, TRAIN, Store, StoreError
@@ -165,7 +166,7 @@ def test_a_hybrid_without_fast_kernels_is_refused_on_a_gpu(
 
 def test_fp8_is_refused_on_a_cpu(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="fp8 needs a GPU"):
-        TargetSettings(path=str(tmp_path), dtype="fp8").resolve_dtype("cpu")
+        resolve_dtype(TargetSettings(path=str(tmp_path), dtype="fp8"), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from tiny import BUNDLED, conversation, write_data
 
 from dflash_offline.extract import corpora, tokenise
 from dflash_offline.extract.corpora import corpora_folder
-from dflash_offline.extract.corpus import Corpus, DataSettings, Notes
+from dflash_offline.extract.corpus import Corpus, Notes
 from dflash_offline.extract.data import Chunk, DataError, file_hash, read_chunks, read_rows
 from dflash_offline.extract.render import Renderer
+from dflash_offline.extract.settings import DataSettings
 from dflash_offline.extract.target import load_tokenizer
 from dflash_offline.store.progress import SILENT, Listener
 
@@ -240,7 +241,7 @@ ENDLESS = """
 import itertools, sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from dflash_offline.extract.corpus import DataSettings
+from dflash_offline.extract.settings import DataSettings
 from dflash_offline.extract.data import read_chunks
 from dflash_offline.extract.render import Renderer
 from dflash_offline.extract.tokenise import Encoder, _pieces
