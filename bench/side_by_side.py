@@ -110,6 +110,7 @@ class Bench:
             "both-disk": lambda: self.both("both-disk", self.disk / "both"),
             "train-disk": self.train_from_disk,
         }
+        self.failed: list[str] = []
 
     def prepare(self) -> None:
         """Target and documents; `dflash.toml` in a folder for each number of GPUs that extract."""
@@ -157,25 +158,21 @@ class Bench:
         if name == "one":
             shutil.rmtree(store)
 
-    def train(self, step: str, gpus: list[str], store: Path) -> None:
-        """Training alone, for about the seconds asked for."""
-        run = self.disk / "runs" / step
-        shutil.rmtree(run, ignore_errors=True)
-        more = f"train.run={run}", f"train.steps={self.said.updates}"
-        command = self.start("train", gpus, store, *more)
+    def train(self, step: str, gpus: list[str], store: Path, length: str | None = None) -> None:
+        """Training alone, for as many updates as asked for, or `length`."""
+        run = self.run_of(step)
+        command = self.start("train", gpus, store, f"train.run={run}", length or f"train.steps={self.said.updates}")
         with ending(command), GpuMemory() as memory:
             command.wait()
             found = training(command, store, len(gpus))
         since = command.began + found.first
         self.keep(step, train=found, memory=memory.of(gpus, since, time.time()))
-        shutil.rmtree(run)
 
     def both(self, step: str, store: Path) -> None:
         """Both commands from nothing; training is told to stop once extraction has ended."""
         shutil.rmtree(self.memory / "full", ignore_errors=True)
         shutil.rmtree(store, ignore_errors=True)
-        run = self.disk / "runs" / step
-        shutil.rmtree(run, ignore_errors=True)
+        run = self.run_of(step)
         writing = self.start("extract", self.extractors, store)
         reading = self.start("train", self.trainers, store, f"train.run={run}", f"train.steps={10**6}")
         with ending(writing, reading), GpuMemory() as memory:
@@ -184,11 +181,12 @@ class Bench:
             reading.stop()
             reading.wait()
             first = first_update(reading)
+            if first is None or first > ended:
+                raise CommandFailed("extraction ended before training had begun: give --seconds more")
             found = training(reading, store, len(self.trainers), ended)
-            made = extraction(writing, store, len(self.extractors), first or 0.0)
-        since = reading.began + found.first
-        self.keep(step, extract=made, train=found, memory=memory.of([*self.extractors, *self.trainers], since, ended))
-        shutil.rmtree(run)
+            made = extraction(writing, store, len(self.extractors), first)
+        console.print(f"{step}: {ended - first:.0f} s at work together")
+        self.keep(step, extract=made, train=found, memory=memory.of([*self.extractors, *self.trainers], first, ended))
         if store.parent == self.memory:
             shutil.rmtree(store)
 
@@ -196,7 +194,24 @@ class Bench:
         """Training from the store that both-disk left, with nothing of it in the page cache."""
         if not self.said.tiny:
             Path("/proc/sys/vm/drop_caches").write_text("3")
-        self.train("train-disk", self.trainers, self.disk / "both")
+        # Once through: what is read again comes from the page cache.
+        self.train("train-disk", self.trainers, self.disk / "both", "train.epochs=1")
+
+    def run_of(self, step: str) -> Path:
+        """An empty place for a run. Those of steps before, whose checkpoints fill a disk, are removed."""
+        shutil.rmtree(self.disk / "runs", ignore_errors=True)
+        return self.disk / "runs" / step
+
+    def all(self, wanted: list[str]) -> None:
+        """Run steps; one that fails is named, and those after it are run all the same."""
+        for step in STEPS:
+            if step in wanted:
+                try:
+                    self.steps[step]()
+                except CommandFailed as error:
+                    console.print(f"{step} failed: {error}")
+                    self.failed.append(step)
+        shutil.rmtree(self.disk / "runs", ignore_errors=True)
 
     def keep(self, step: str, **found: Any) -> None:
         """Write what a step found to the file, and its main numbers to the terminal."""
@@ -239,7 +254,7 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, required=True, help="folder on the disk: runs, and the stores of *-disk")
     parser.add_argument("--steps", default=",".join(STEPS), help="which, separated by commas")
     parser.add_argument("--layers", type=int, default=64, help="of the target")
-    parser.add_argument("--seconds", type=int, default=50, help="how long an extraction works, about")
+    parser.add_argument("--seconds", type=int, default=60, help="how long each extraction's data lasts, about")
     parser.add_argument("--expect", type=int, help="tokens a second of one GPU, to make so much data")
     parser.add_argument("--updates", type=int, help="updates of training alone")
     parser.add_argument("--set", action="append", help="a setting for dflash init: section.key=value; may be repeated")
@@ -253,13 +268,10 @@ def main() -> None:
         parser.error(f"--steps: there is no {unknown[0]}, only {', '.join(STEPS)}")
     bench = Bench(said)
     bench.prepare()
-    for step in STEPS:
-        if step in wanted:
-            try:
-                bench.steps[step]()
-            except CommandFailed as error:
-                sys.exit(f"{step}: {error}")
+    bench.all(wanted)
     console.print(bench.table())
+    if bench.failed:
+        sys.exit(f"failed: {', '.join(bench.failed)}")
 
 
 if __name__ == "__main__":

@@ -210,9 +210,9 @@ def run_evaluate(
         CheckpointError, StoreError, TargetError: one of them cannot be used, or they do not belong together.
     """
     from ..store import HELDOUT, load_head
+    from ..train.assembly import compute_dtype
     from ..train.checkpoint import load_drafter
     from ..train.evaluate.report import evaluate_decoding, evaluate_states
-    from ..train.trainer import compute_dtype
 
     store = open_store(store_location(folder, settings))
     checkpoint = checkpoint or last_checkpoint(folder, settings)

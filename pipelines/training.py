@@ -73,15 +73,16 @@ def _train(folder: Path, gpus: str, overrides: list[str], wait: bool, as_json: b
     if rank is not None:
         devices = [own_device(devices)]
     with nullcontext(SILENT) if rank else reporting("train", "updates", as_json=as_json) as listener:
-        if wait:
-            wait_for_documents(store_location(folder, settings), listener.say)
         if len(devices) > 1:
-            arguments = ["train", "--gpus", gpus, "--json", *(word for text in overrides for word in ("--set", text))]
+            arguments = ["train", "--gpus", gpus, "--json", *(["--wait"] if wait else [])]
+            arguments += [word for text in overrides for word in ("--set", text)]
             return launch(devices, arguments, folder, listener, stop)
 
-        from ..train.trainer import Stopped
+        from ..train.trainer import Stopped  # takes seconds, in which nothing is waited for yet
 
         try:
+            if wait:
+                wait_for_documents(store_location(folder, settings), listener.say)
             return run_train(folder, settings, devices, listener, stop, overrides)
         except Stopped:
             return None

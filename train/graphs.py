@@ -7,6 +7,7 @@ called. Knows nothing of what is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,16 @@ WARM_UPS = 2
 """Calls before the capture: kernels are compiled, and libraries have picked theirs and made their workspaces."""
 
 
-def captured(works: Sequence[Work], device: torch.device) -> list[Work]:
+Pool = Any
+"""Memory that graphs share, one after another: torch's handle; None for a call's own, and where there are no graphs."""
+
+
+def new_pool(device: torch.device) -> Pool:
+    """Memory for `captured`: what one call's graphs use while they run, another's may use after them."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+def captured(works: Sequence[Work], device: torch.device, pool: Pool = None) -> list[Work]:
     """Graphs of some pieces of work, to be called in any order, in one pool of memory; one after another they share it.
 
     Work must have the same shapes each time, take what changes from fixed buffers, leave its results in fixed buffers,
@@ -33,7 +43,7 @@ def captured(works: Sequence[Work], device: torch.device) -> list[Work]:
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # what warming up took would lie idle beside the graphs' own pool
-    pool = torch.cuda.graph_pool_handle()
+    pool = pool or new_pool(device)
     replays: list[Work] = []
     for work in works:
         graph = torch.cuda.CUDAGraph()

@@ -139,11 +139,6 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def device_states(states: States, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Stored states on a device, `[layers, T, H]`, through bfloat16; fp8 travels as it is and is decoded there."""
-    return _decoded([tensor.to(device) for tensor in _stored(states)]).to(dtype)
-
-
 def side_by_side(states: torch.Tensor) -> torch.Tensor:
     """`[T, layers * H]` of `[layers, T, H]`: what a drafter reads at each position."""
     return states.transpose(0, 1).flatten(1)

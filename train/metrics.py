@@ -51,7 +51,11 @@ class Metrics:
             tracker.log(step, values)
 
     def write_validation(self, step: int, found: dict[str, Any]) -> None:
-        """Report all that a validation found."""
+        """Report all that a validation found (`Validation.run`, and the epoch); its numbers as those of a step too."""
+        numbers = {f"heldout_{name}": value for name, value in found.items() if isinstance(value, float)}
+        names = ("heldout_accepted_length_low", "heldout_accepted_length_high")
+        numbers |= dict(zip(names, found["accepted_length_interval"] or (), strict=False))
+        self.write(step, numbers)
         self._validations.write(json.dumps({"step": step, **found}) + "\n")
         self._validations.flush()
 

@@ -18,7 +18,7 @@ from ..store import Batch
 from .anchors import draw_anchors, supervision
 from .attention import Blocks
 from .drafter import Drafter
-from .graphs import captured
+from .graphs import Pool, captured
 from .head import LmHead
 from .inputs import Inputs
 from .loss import BlockLoss, LossSettings, TargetRows, block_loss
@@ -158,6 +158,7 @@ class TrainStep:
         optimizer: over the drafter's parameters.
         measured: a second forward to capture beside it, for validation; it shares the graphs' memory.
         ranks: whose gradients are summed at every update; by default there is one.
+        pool: memory to share with other graphs (`graphs.new_pool`).
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class TrainStep:
         optimizer: Optimizer,
         measured: Forward | None = None,
         ranks: Ranks | None = None,
+        pool: Pool = None,
     ) -> None:
         self.device = forward.inputs.device
         self._forward, self._optimizer, self._measured = forward, optimizer, measured
@@ -181,7 +183,7 @@ class TrainStep:
         works = [self._backward]
         works += [self._apply] if optimizer.capturable else []
         works += [measured.measure] if measured else []
-        replays = captured(works, self.device)
+        replays = captured(works, self.device, pool)
         self._micro = replays[0]
         self._update = replays[1] if optimizer.capturable else self._apply
         self._measure = replays[-1]

@@ -14,46 +14,32 @@ from typing import Any
 
 import torch
 
-from ..store import Batch, BatchStream, DflashError, Documents, Store, load_head
+from ..store import BatchStream, DflashError, Documents, Store, load_head
 from ..store.progress import SILENT, Listener
+from .assembly import averages, compute_dtype, draw_weights, empty_drafter, make_optimizer, make_step
 from .checkpoint import CheckpointError, Resume, drafter_config
 from .checks import changed_settings, check_run
 from .course import Course, Epoch, Position
-from .drafter import Drafter, DrafterSettings
-from .evaluate.walk import walk
-from .flat import Flat
+from .drafter import DrafterSettings
 from .graphs import MemoryWatch
-from .head import LmHead
-from .inputs import Ends, Inputs, buffers_for
+from .inputs import Ends, buffers_for
 from .journal import Journal, Update
 from .loss import LossSettings
 from .meter import Meter
 from .metrics import Metrics
-from .muon import MasterMuon
-from .optimizer import MasterAdamW, Optimizer, average, share
-from .ranks import Ranks, alone
+from .optimizer import average, share
+from .ranks import Ranks
 from .run_folder import RunFolder, versions
 from .saving import Saver
 from .settings import FREE_TO_CHANGE, TrainSettings
-from .step import Forward, Report, TrainStep
+from .step import Report
 from .stopping import StopSignal
 from .trackers import open_trackers
-from .validation import Validation
-from .warm_start import warm_start
-
-VALIDATION_SEED = 0x5EED
-"""Anchors of the validation loss are the same in every run and epoch."""
+from .validation import in_words
 
 
 class Stopped(DflashError):
     """A run that was asked to stop, and has saved."""
-
-
-def compute_dtype(said: str, device: torch.device) -> torch.dtype:
-    """What a drafter computes in on a device; what fp8 products leave there."""
-    if said in ("auto", "fp8"):
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return getattr(torch, said)
 
 
 class Trainer:
@@ -100,12 +86,12 @@ class Trainer:
         check_run(store, head, drafter, loss, settings, device)
         dtype = compute_dtype(settings.dtype, device)
         kind = str(dtype).removeprefix("torch.")
-        fp8 = settings.dtype == "fp8"
+        computes = "fp8" if settings.dtype == "fp8" else kind
         self._config = drafter_config(drafter, store.identity, head.config, kind)
         self._shape = {
             "drafter": drafter.model_dump(),
             "loss": loss.model_dump(),
-            "train": settings.model_dump(exclude=FREE_TO_CHANGE) | {"dtype": "fp8" if fp8 else kind},
+            "train": settings.model_dump(exclude=FREE_TO_CHANGE) | {"dtype": computes},
             "store": store.identity.model_dump(mode="json"),
         }
         self._described = {
@@ -118,64 +104,27 @@ class Trainer:
         self._folder = RunFolder(folder, settings, listener)
         try:
             resume = self._resume()
-            self._drafter = Drafter.empty(drafter, store.identity.hidden_size, device, dtype)
-            self._drafter.fp8 = fp8
+            self._drafter = empty_drafter(drafter, settings, store.identity.hidden_size, device)
             if resume is None and ranks.leads:
-                self._draw(begin_from)
-            self._optimizer = self._make_optimizer()
+                draw_weights(self._drafter, settings.seed, begin_from, listener)
+            self._optimizer = make_optimizer(self._drafter, settings)
             if resume is not None:
                 self._optimizer.load(resume.optimizer)
             share(self._optimizer, ranks)
-            self._prepare(loss, Ends.of(head, device, dtype), dtype)
+            self._course = Course(store, settings, self._at, ranks, listener)
+            made = self._drafter, Ends.of(head, device, dtype), self._optimizer
+            heldout = self._course.heldout
+            self._step, self._validation = make_step(*made, loss, settings, store, heldout, ranks, self._stream)
         except BaseException:
             self._folder.release()
             raise
+        self._averages = averages(settings, ranks)
+        self._stopping = StopSignal(ranks, self._step, self._averages)
         self._memory: MemoryWatch | None = None
         self._saver: Saver | None = None
         """Rank 0's, while the run goes on."""
         self._updates: int | None = None
         """Updates in all, as planned."""
-
-    def _draw(self, begin_from: Path | None) -> None:
-        """The weights that a run begins with."""
-        if begin_from is None:
-            return self._drafter.reset(self._settings.seed)
-        differing = warm_start(self._drafter, begin_from)
-        self._listener.say(f"beginning with the weights of {begin_from}")
-        for line in differing:
-            self._listener.say(f"note: {line}")
-
-    def _make_optimizer(self) -> Optimizer:
-        settings, clip, decay = self._settings, self._settings.clip, self._settings.weight_decay
-        flat = Flat(self._drafter, accumulates=settings.accumulate > 1)
-        if settings.optimizer == "muon":
-            return MasterMuon(flat, ratio=settings.muon_lr / settings.lr, clip=clip, weight_decay=decay)
-        return MasterAdamW(flat, clip=clip, weight_decay=decay)
-
-    def _prepare(self, loss: LossSettings, ends: Ends, dtype: torch.dtype) -> None:
-        """Everything that a step needs, captured."""
-        settings, device, store = self._settings, self._ranks.device, self._store
-        self._course = Course(store, settings, self._at, self._ranks, self._listener)
-        heldout = self._course.heldout()
-        # Tokens of a batch of validation: room for the longest document held out.
-        budget = max(settings.tokens, int(heldout.length.max(initial=1)))
-
-        def inputs(length: int) -> Inputs:
-            return Inputs(Batch.empty(store, length, len(self._layers), self._needs_final), device, dtype)
-
-        fed = inputs(settings.tokens)
-        aside = fed if budget == settings.tokens else inputs(budget)
-        fixed = self._drafter, ends.embedding, LmHead(ends.lm_head, self._drafter.fp8), loss
-        trained = Forward(*fixed, fed, settings.anchors, settings.seed)
-        measured = Forward(*fixed, aside, settings.anchors, VALIDATION_SEED)
-        self._averages = self._ranks.joined and settings.sync == "average"
-        self._step = TrainStep(trained, self._optimizer, measured, alone(device) if self._averages else self._ranks)
-        self._validation = Validation(
-            self._step, self._drafter, ends, store, self._course.heldout, budget, self._ranks, self._stream
-        )
-        self._stopping = StopSignal(self._ranks, self._step, self._averages)
-        if device.type == "cuda":
-            walk(self._drafter, ends, store, heldout.first(1), budget, rounds=2)  # takes its memory now
 
     def ask_to_stop(self) -> None:
         """Ask the run to save and stop after the update at hand, or one soon after that all ranks know of it by.
@@ -372,20 +321,11 @@ class Trainer:
         at.validated = at.step
         if found is None:
             return None
-        length, interval = found["accepted_length"], found["accepted_length_interval"] or (None, None)
         if self._metrics is not None:
-            numbers = {f"heldout_{name}": value for name, value in found.items() if isinstance(value, float)}
-            names = ("heldout_accepted_length_low", "heldout_accepted_length_high")
-            numbers |= {name: value for name, value in zip(names, interval, strict=True) if value is not None}
-            self._metrics.write(at.step, numbers)
             self._metrics.write_validation(at.step, {"epoch": at.epoch, **found})
+        length = found["accepted_length"]
         self._listener.watch({"accepted_length": length} if length is not None else {})
-        said = "none" if length is None else f"{length:.2f}"
-        if interval[0] is not None:
-            said += f" ({interval[0]:.2f}-{interval[1]:.2f})"
-        self._listener.say(
-            f"step {at.step:,}, epoch {at.epoch}: held-out loss {found['loss']:.3f}, accepted length {said}"
-        )
+        self._listener.say(f"step {at.step:,}, epoch {at.epoch}: {in_words(found)}")
         return found
 
     def _save(self, validation: dict[str, Any] | None) -> None:

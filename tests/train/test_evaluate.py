@@ -28,7 +28,7 @@ from dflash_offline.train.evaluate.decode import decode_greedy, decode_speculati
 from dflash_offline.train.evaluate.parity import compare_rounds, first_difference
 from dflash_offline.train.evaluate.report import evaluate_decoding
 from dflash_offline.train.evaluate.summary import Tally, summarize
-from dflash_offline.train.evaluate.walk import Round, Turn, turns_of, walk
+from dflash_offline.train.evaluate.walk import Round, Turn, greedy, turns_of, walk
 from dflash_offline.train.inputs import Ends, side_by_side
 from dflash_offline.train.ranks import alone
 from dflash_offline.train.trainer import Trainer
@@ -76,7 +76,7 @@ def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, 
     tokens = part.small("tokens")[start : start + length].tolist()
     mask = part.small("loss_mask")[start : start + length].tolist()
     bits = np.zeros((2, length, store.identity.hidden_size), np.uint16)
-    part.read("hidden", start, start + length, (0, 1), States(bits))
+    part.read("hidden", start, start + length, store.layer_indices((1, 5)), States(bits))
     hidden = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
     embedding, lm_head = head.embedding.float(), head.lm_head.float()
     rounds = []
@@ -92,15 +92,32 @@ def slow_walk(drafter: Drafter, head: Head, store: Store, documents: Documents, 
             context = drafter.context(side_by_side(hidden[:, :place]), torch.arange(place))
             embedded = drafter.block_inputs(embedding, torch.tensor([tokens[place]]))
             where = Blocks(torch.tensor([place]), torch.tensor([0]))
-            drafted = (drafter.blocks(embedded, context, where)[0, 1:] @ lm_head.T).argmax(-1).tolist()
+            logits = drafter.blocks(embedded, context, where)[0, 1:] @ lm_head.T
+            drafted = logits.argmax(-1).tolist()
+            first, second = logits.sort(descending=True).values[:, :2].T
             right = 0
             while right < len(drafted) and place + 1 + right < end and drafted[right] == tokens[place + 1 + right]:
                 right += 1
             produced = min(right + 1, end - 1 - place)
-            rounds.append(Round(place, right, produced, 0.0))
+            margin = float((first - second)[: right + 1].min())
+            rounds.append(Round(place, right, produced, margin))
             place += produced
         place = end
     return rounds
+
+
+def assert_same(mine: list[Round], expected: list[Round]) -> None:
+    ours, theirs = ([replace(item, margin=0.0) for item in rounds] for rounds in (mine, expected))
+    assert ours == theirs
+    assert [item.margin for item in mine] == pytest.approx([item.margin for item in expected], abs=1e-4)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, -1.0, 4.0, -torch.inf]], dtype=torch.bfloat16)
+    tokens, margins = greedy(logits)
+    assert tokens.tolist() == [1, 0]
+    assert margins.tolist() == [0.0, 1.0]
+    assert margins.dtype == torch.float32
 
 
 @torch.no_grad()
@@ -109,8 +126,8 @@ def test_the_walk_equals_a_plain_loop(budget: int, trained: Drafter, greedy_stor
     documents, head = greedy_store.documents(TRAIN), load_head(greedy_store)
     turns = walk(trained, Ends.beside(head, trained), greedy_store, documents, budget)
     for index in range(len(documents)):
-        mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]
-        assert mine == slow_walk(trained, head, greedy_store, documents, index)
+        mine = [item for turn in turns if turn.document == index for item in turn.rounds]
+        assert_same(mine, slow_walk(trained, head, greedy_store, documents, index))
     rounds = [item.produced for turn in turns for item in turn.rounds]
     assert sum(rounds) / len(rounds) > 1.3  # else this shows nothing
 
@@ -123,9 +140,8 @@ def test_the_walk_over_many_turns(filled: Store) -> None:
     turns = walk(drafter, Ends.beside(head, drafter), filled, documents, 400)
     assert len(turns) > len(documents)
     for index in range(len(documents)):
-        mine = [replace(r, margin=0.0) for turn in turns if turn.document == index for r in turn.rounds]
-        bits = slow_walk(drafter, head, filled, documents, index)
-        assert mine == bits
+        mine = [item for turn in turns if turn.document == index for item in turn.rounds]
+        assert_same(mine, slow_walk(drafter, head, filled, documents, index))
 
 
 def test_decoding_agrees_with_the_states_round_by_round(trained: Drafter, greedy_store: Store) -> None:

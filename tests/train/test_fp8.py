@@ -17,14 +17,14 @@ from stores import some_codes
 from test_drafter import drafter_settings
 from test_trainer import loss_settings
 
-from dflash_offline.store import TRAIN, BatchStream, Store
+from dflash_offline.store import TRAIN, Batch, BatchStream, Store
 from dflash_offline.store.copy import copy_store
 from dflash_offline.store.fp8 import decode_bits, encode
 from dflash_offline.store.progress import SILENT
 from dflash_offline.store.prune import prune, pruned_identity
 from dflash_offline.store.states import States
 from dflash_offline.train.fp8 import decode_reference, decode_states
-from dflash_offline.train.inputs import device_states
+from dflash_offline.train.inputs import Inputs
 from dflash_offline.train.ranks import alone
 from dflash_offline.train.settings import TrainSettings
 from dflash_offline.train.trainer import Trainer
@@ -99,6 +99,12 @@ def test_the_kernel_on_a_gpu_is_the_reference_bit_for_bit(shape: tuple[int, int,
     assert torch.equal(decode_states(codes.cuda(), scales.cuda()).cpu(), decode_reference(codes, scales))
 
 
+def features(batch: Batch) -> torch.Tensor:
+    inputs = Inputs(batch, torch.device("cpu"), torch.float32)
+    inputs.load(batch, 0)
+    return inputs.features[: batch.used].unflatten(1, (len(batch.hidden.values), -1))
+
+
 def test_batches_from_fp8_come_near_those_from_bf16(filled: Store, tmp_path: Path) -> None:
     small = copy_store(filled.place, tmp_path / "s")
     small = prune(small.place, pruned_identity(small.identity, fp8=True))
@@ -107,9 +113,7 @@ def test_batches_from_fp8_come_near_those_from_bf16(filled: Store, tmp_path: Pat
         BatchStream(filled, documents, [[0, 1, 2]], 600, (0, 2)) as exact,
         BatchStream(small, documents, [[0, 1, 2]], 600, (0, 2)) as coarse,
     ):
-        ours, theirs = next(coarse), next(exact)
-        found = device_states(ours.hidden, torch.device("cpu"), torch.float32)[:, : ours.used]
-        expected = device_states(theirs.hidden, torch.device("cpu"), torch.float32)[:, : theirs.used]
+        found, expected = features(next(coarse)), features(next(exact))
     # Half a unit in the last of three mantissa bits, and, far below a row's largest value, of the smallest step.
     step = expected.abs().amax(-1, keepdim=True) / 448 * 2**-9
     assert ((found - expected).abs() <= expected.abs() * (2**-4 + 2**-8) + step).all()

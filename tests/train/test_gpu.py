@@ -21,7 +21,9 @@ from dflash_offline.extract.unit import run_unit
 from dflash_offline.store import TRAIN, Batch, BatchStream, States, Store, load_head, pack
 from dflash_offline.store.progress import SILENT
 from dflash_offline.train.anchors import draw_anchors
+from dflash_offline.train.checkpoint import load_drafter
 from dflash_offline.train.drafter import Drafter
+from dflash_offline.train.evaluate.walk import AT_ONCE, walk
 from dflash_offline.train.flat import Flat
 from dflash_offline.train.head import LmHead
 from dflash_offline.train.inputs import Ends, Inputs
@@ -85,6 +87,23 @@ def test_a_run_has_the_cpus_loss_curve(filled: Store, tmp_path: Path) -> None:
     assert [step for step, _ in curves[0]] == [step for step, _ in curves[1]]
     for (_, here), (_, there) in zip(*curves, strict=True):
         assert there == pytest.approx(here, rel=2e-3)
+
+
+def test_the_walk_makes_the_cpus_rounds(filled: Store, tmp_path: Path) -> None:
+    settings = train_settings(dtype="float32", epochs=12, save_every=1000)
+    gpu = alone(torch.device("cuda"))
+    last = Trainer(filled, drafter_settings(), loss_settings(), settings, tmp_path, gpu, SILENT).run()
+    documents, walked = filled.documents(TRAIN), []
+    for device in ("cpu", "cuda"):
+        drafter, _ = load_drafter(last, torch.float32, torch.device(device))
+        turns = walk(drafter, Ends.beside(load_head(filled), drafter), filled, documents, 1024)
+        walked.append([(turn.document, turn.start, item) for turn in turns for item in turn.rounds])
+    here, there = walked
+    assert len({(document, start) for document, start, _ in here}) > AT_ONCE
+    assert [(*place, item.anchor, item.right) for *place, item in there] == [
+        (*place, item.anchor, item.right) for *place, item in here
+    ]
+    assert [item.margin for *_, item in there] == pytest.approx([item.margin for *_, item in here], abs=1e-3)
 
 
 @pytest.mark.parametrize(

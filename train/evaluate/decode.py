@@ -17,7 +17,7 @@ import torch
 from ..attention import Blocks
 from ..drafter import ContextKV, Drafter
 from ..inputs import Ends, side_by_side
-from .walk import Round, count_right
+from .walk import Round, count_right, greedy
 
 
 class Target(Protocol):
@@ -127,8 +127,8 @@ def decode_speculative(
 
 
 def _greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
-    best = logits.float().topk(2, -1)
-    return best.indices[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+    tokens, margins = greedy(logits)
+    return tokens.tolist(), margins.tolist()
 
 
 def _extend(

@@ -7,7 +7,6 @@ numerical near-ties aside. All turns of a batch walk in step.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,11 +14,12 @@ import torch
 
 from ...store import Batch, BatchStream, Documents, Store, pack
 from ..attention import Blocks
-from ..drafter import Drafter
-from ..inputs import Ends, buffers_for, device_states, side_by_side
+from ..drafter import ContextKV, Drafter
+from ..graphs import Pool, captured
+from ..inputs import Ends, Inputs, buffers_for
 
-AT_ONCE = 8
-"""Blocks a GPU drafts at a time, missing ones filled up: its memory then stays as it is from round to round."""
+AT_ONCE = 16
+"""Blocks a GPU drafts at a time, missing ones filled up: reading the weights costs most, and is the same for fewer."""
 
 
 @dataclass(frozen=True)
@@ -67,80 +67,123 @@ def count_right(drafted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
     return (drafted == actual).cumprod(1).sum(1)
 
 
-@torch.inference_mode()
-def walk(
-    drafter: Drafter,
-    ends: Ends,
-    store: Store,
-    documents: Documents,
-    budget: int,
-    rounds: int | None = None,
-    share: tuple[int, int] = (0, 1),
-) -> list[Turn]:
-    """Walk all turns of the given documents.
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest token of each row of logits `[n, vocabulary]`, the first of equals, and its margin: `[n]` each.
+
+    The margin, by which its logit exceeds the second largest, is in float32.
+    """
+    best, tokens = logits.max(-1)
+    second = logits.scatter(-1, tokens[:, None], -torch.inf).amax(-1)
+    return tokens, best.float() - second.float()
+
+
+class Walker:
+    """Walks the turns of one packed batch after another. A round on a GPU is a CUDA graph, replayed.
+
+    Args:
+        drafter: on its device, in the dtype to run in.
+        ends: the target's, there too.
+        inputs: the fixed buffers that batches come in.
+        pool: memory to share with other graphs (`graphs.new_pool`).
+    """
+
+    def __init__(self, drafter: Drafter, ends: Ends, inputs: Inputs, pool: Pool = None) -> None:
+        self._drafter, self._ends, self._inputs = drafter, ends, inputs
+        self._context: ContextKV = []
+        device = inputs.device
+        # Anchors, then where their turns stop; a missing anchor stands at the batch's end.
+        missing = [[len(inputs.tokens)] * AT_ONCE, [0] * AT_ONCE]
+        self._places = torch.tensor(missing, device=device)
+        self._found = torch.zeros(2, AT_ONCE, device=device)
+        self._look, self._round = captured([self._take_context, self._draft_all], device, pool)
+
+    def walk(self, batch: Batch, documents: Documents) -> list[Turn]:
+        """The turns of a batch that the inputs hold, walked to their ends.
+
+        Args:
+            documents: those that `batch.documents` counts.
+        """
+        turns, offsets = [], []
+        at = 0
+        for document in batch.documents:
+            end = at + int(documents.length[document])
+            for start, stop in turns_of(batch.loss_mask[at:end]):
+                turns.append(Turn(document, documents.tags[document], start, stop))
+                offsets.append(at)
+            at = end
+        places = [turn.start for turn in turns]
+        self._look()
+        while active := [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]:
+            # Turns stand in the order of the batch, so their anchors are sorted.
+            active = active[:AT_ONCE] if self._places.is_cuda else active
+            anchors, stops = [offsets[i] + places[i] for i in active], [offsets[i] + turns[i].stop for i in active]
+            for i, right, margin in zip(active, *self._drafted(anchors, stops), strict=False):
+                turn, place = turns[i], places[i]
+                produced = min(int(right) + 1, turn.stop - 1 - place)
+                turn.rounds.append(Round(place, int(right), produced, margin))
+                places[i] += produced
+        return turns
+
+    def _drafted(self, anchors: list[int], stops: list[int]) -> list[list[float]]:
+        """What `_draft` finds for those."""
+        if not self._places.is_cuda:
+            return self._draft(torch.tensor([anchors, stops])).tolist()
+        missing = AT_ONCE - len(anchors)
+        length = len(self._inputs.tokens)
+        self._places.copy_(torch.tensor([anchors + [length] * missing, stops + [0] * missing]))
+        self._round()
+        return self._found.tolist()
+
+    @torch.no_grad()
+    def _take_context(self) -> None:
+        inputs = self._inputs
+        positions = torch.arange(len(inputs.tokens), device=inputs.device) - inputs.doc_start
+        self._context = self._drafter.context(inputs.features, positions)
+
+    def _draft_all(self) -> None:
+        self._found.copy_(self._draft(self._places))
+
+    @torch.no_grad()
+    def _draft(self, places: torch.Tensor) -> torch.Tensor:
+        """Draft from anchors, up to their turns' stops: `[2, A]` int64 both.
+
+        Returns:
+            `[2, A]` float32: slots right, and the smallest margin of those that decided it.
+        """
+        anchors, stops = places
+        tokens, drafter = self._inputs.tokens, self._drafter
+        block, last = drafter.settings.block_size, len(tokens) - 1
+        embedded = drafter.block_inputs(self._ends.embedding, tokens[anchors.clamp(max=last)])
+        states = drafter.blocks(embedded, self._context, Blocks.of(anchors, self._inputs.doc_start))
+        # One product: of states in three dimensions torch makes one a block, and each reads the whole LM head.
+        drafted, margins = greedy(states[:, 1:].flatten(0, 1) @ self._ends.lm_head.T)
+        ahead = anchors[:, None] + torch.arange(1, block, device=anchors.device)
+        actual = torch.where(ahead < stops[:, None], tokens[ahead.clamp(max=last)], -1)
+        right = count_right(drafted.view_as(ahead), actual)
+        decided = right.clamp(max=block - 2)[:, None]
+        least = margins.view_as(ahead).cummin(1).values.gather(1, decided)[:, 0]
+        return torch.stack([right.float(), least])
+
+
+def walk(drafter: Drafter, ends: Ends, store: Store, documents: Documents, budget: int) -> list[Turn]:
+    """Walk all turns of some documents, whose states come from a store.
 
     Args:
         drafter: on the device and in the dtype to run in.
         ends: the target's, there too.
         budget: tokens of a packed batch; it does not change the result but for rounding.
-        rounds: stop each batch after so many, to try things out.
-        share: take every batch whose number is the first modulo the second: what one of several ranks walks.
     """
-    device = ends.embedding.device
+    device, dtype = ends.embedding.device, ends.embedding.dtype
     budget = max(budget, int(documents.length.max(initial=1)))
-    groups = pack(documents.length.tolist(), budget)[share[0] :: share[1]]
+    groups = pack(documents.length.tolist(), budget)
     layers = store.layer_indices(tuple(drafter.settings.layer_ids))
+    inputs = Inputs(Batch.empty(store, budget, len(layers), False), device, dtype)
+    walker = Walker(drafter, ends, inputs)
     found: list[Turn] = []
     with BatchStream(store, documents, groups, budget, layers, allocate=buffers_for(device)) as stream:
         for batch in stream:
-            found += _walk_batch(drafter, ends, batch, documents, rounds)
+            inputs.load(batch, 0)
+            inputs.take()
+            found += walker.walk(batch, documents)
+            inputs.sent()
     return sorted(found, key=lambda turn: (turn.document, turn.start))
-
-
-def _walk_batch(
-    drafter: Drafter,
-    ends: Ends,
-    batch: Batch,
-    documents: Documents,
-    rounds: int | None,
-) -> list[Turn]:
-    device, dtype = ends.embedding.device, ends.embedding.dtype
-    length = len(batch.tokens)
-    doc_start = torch.from_numpy(batch.doc_start.astype(np.int64)).to(device)
-    tokens = torch.from_numpy(batch.tokens.astype(np.int64)).to(device)
-    features = side_by_side(device_states(batch.hidden, device, dtype))
-    context = drafter.context(features, torch.arange(length, device=device) - doc_start)
-    turns, offsets = [], []
-    at = 0
-    for document in batch.documents:
-        end = at + int(documents.length[document])
-        for start, stop in turns_of(batch.loss_mask[at:end]):
-            turns.append(Turn(document, documents.tags[document], start, stop))
-            offsets.append(at)
-        at = end
-    block = drafter.settings.block_size
-    places = [turn.start for turn in turns]
-    fixed = device.type == "cuda"
-    for _ in itertools.count() if rounds is None else range(rounds):
-        active = [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]
-        if not active:
-            break
-        # Turns stand in the order of the batch, so their anchors are sorted.
-        active = active[:AT_ONCE] if fixed else active
-        missing = AT_ONCE - len(active) if fixed else 0
-        anchors = torch.tensor([offsets[i] + places[i] for i in active] + [length] * missing, device=device)
-        stops = torch.tensor([offsets[i] + turns[i].stop for i in active] + [0] * missing, device=device)
-        blocks = Blocks.of(anchors, doc_start)
-        first = tokens[anchors.clamp(max=length - 1)]
-        states = drafter.blocks(drafter.block_inputs(ends.embedding, first), context, blocks)
-        best = (states[:, 1:] @ ends.lm_head.T).float().topk(2, -1)
-        drafted = best.indices[..., 0]
-        margins = (best.values[..., 0] - best.values[..., 1]).tolist()
-        ahead = anchors[:, None] + torch.arange(1, block, device=device)
-        actual = torch.where(ahead < stops[:, None], tokens[ahead.clamp(max=length - 1)], -1)
-        for row, (i, right) in enumerate(zip(active, count_right(drafted, actual).tolist(), strict=False)):
-            turn, place = turns[i], places[i]
-            produced = min(right + 1, turn.stop - 1 - place)
-            turn.rounds.append(Round(place, right, produced, min(margins[row][: right + 1])))
-            places[i] += produced
-    return turns
