@@ -8,6 +8,7 @@ numerical near-ties aside. All turns of a batch walk in step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from ..drafter import ContextKV, Drafter
 from ..graphs import Pool, captured
 from ..inputs import Ends, Inputs, buffers_for
 
-AT_ONCE = 16
-"""Blocks a GPU drafts at a time, missing ones filled up: reading the weights costs most, and is the same for fewer."""
+AT_ONCE = (8, 16)
+"""How many blocks a GPU drafts at a time, missing ones filled up: for fewer, reading the weights costs as much."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,12 @@ class Walker:
         self._context: ContextKV = []
         device = inputs.device
         # Anchors, then where their turns stop; a missing anchor stands at the batch's end.
-        missing = [[len(inputs.tokens)] * AT_ONCE, [0] * AT_ONCE]
-        self._places = torch.tensor(missing, device=device)
-        self._found = torch.zeros(2, AT_ONCE, device=device)
-        self._look, self._round = captured([self._take_context, self._draft_all], device, pool)
+        most = max(AT_ONCE)
+        self._places = torch.tensor([[len(inputs.tokens)] * most, [0] * most], device=device)
+        self._found = torch.zeros(2, most, device=device)
+        rounds = [partial(self._draft_some, count) for count in AT_ONCE]
+        self._look, *rounds = captured([self._take_context, *rounds], device, pool)
+        self._rounds = dict(zip(AT_ONCE, rounds, strict=True))
 
     def walk(self, batch: Batch, documents: Documents) -> list[Turn]:
         """The turns of a batch that the inputs hold, walked to their ends.
@@ -115,7 +118,7 @@ class Walker:
         self._look()
         while active := [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]:
             # Turns stand in the order of the batch, so their anchors are sorted.
-            active = active[:AT_ONCE] if self._places.is_cuda else active
+            active = active[: max(AT_ONCE)] if self._places.is_cuda else active
             anchors, stops = [offsets[i] + places[i] for i in active], [offsets[i] + turns[i].stop for i in active]
             for i, right, margin in zip(active, *self._drafted(anchors, stops), strict=False):
                 turn, place = turns[i], places[i]
@@ -128,11 +131,12 @@ class Walker:
         """What `_draft` finds for those."""
         if not self._places.is_cuda:
             return self._draft(torch.tensor([anchors, stops])).tolist()
-        missing = AT_ONCE - len(anchors)
-        length = len(self._inputs.tokens)
-        self._places.copy_(torch.tensor([anchors + [length] * missing, stops + [0] * missing]))
-        self._round()
-        return self._found.tolist()
+        count = min(count for count in AT_ONCE if count >= len(anchors))
+        missing = count - len(anchors)
+        places = [anchors + [len(self._inputs.tokens)] * missing, stops + [0] * missing]
+        self._places[:, :count] = torch.tensor(places)
+        self._rounds[count]()
+        return self._found[:, :count].tolist()
 
     @torch.no_grad()
     def _take_context(self) -> None:
@@ -140,8 +144,8 @@ class Walker:
         positions = torch.arange(len(inputs.tokens), device=inputs.device) - inputs.doc_start
         self._context = self._drafter.context(inputs.features, positions)
 
-    def _draft_all(self) -> None:
-        self._found.copy_(self._draft(self._places))
+    def _draft_some(self, count: int) -> None:
+        self._found[:, :count] = self._draft(self._places[:, :count])
 
     @torch.no_grad()
     def _draft(self, places: torch.Tensor) -> torch.Tensor:
