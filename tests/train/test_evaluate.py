@@ -28,7 +28,7 @@ from dflash_offline.train.evaluate.decode import decode_greedy, decode_speculati
 from dflash_offline.train.evaluate.parity import compare_rounds, first_difference
 from dflash_offline.train.evaluate.report import evaluate_decoding
 from dflash_offline.train.evaluate.summary import Tally, summarize
-from dflash_offline.train.evaluate.walk import Round, Turn, greedy, turns_of, walk
+from dflash_offline.train.evaluate.walk import Round, Turn, Walker, greedy, turns_of, walk
 from dflash_offline.train.inputs import Ends, side_by_side
 from dflash_offline.train.ranks import alone
 from dflash_offline.train.trainer import Trainer
@@ -121,8 +121,24 @@ def test_greedy_takes_the_first_of_equals() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("at_once", [None, (1, 3), (2,), (8, 16)])
 @pytest.mark.parametrize("budget", [1, 200, 4000])
-def test_the_walk_equals_a_plain_loop(budget: int, trained: Drafter, greedy_store: Store) -> None:
+def test_the_walk_equals_a_plain_loop(
+    budget: int,
+    at_once: tuple[int, ...] | None,
+    trained: Drafter,
+    greedy_store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if at_once:  # as on a GPU: rounds of one size or another, filled up
+        make = Walker.__init__
+
+        def fixed(walker: Walker, *arguments: Any) -> None:
+            make(walker, *arguments)
+            walker._fixed = True
+
+        monkeypatch.setattr("dflash_offline.train.evaluate.walk.AT_ONCE", at_once)
+        monkeypatch.setattr(Walker, "__init__", fixed)
     documents, head = greedy_store.documents(TRAIN), load_head(greedy_store)
     turns = walk(trained, Ends.beside(head, trained), greedy_store, documents, budget)
     for index in range(len(documents)):

@@ -19,7 +19,7 @@ from ..drafter import ContextKV, Drafter
 from ..graphs import Pool, captured
 from ..inputs import Ends, Inputs, buffers_for
 
-AT_ONCE = (8, 16)
+AT_ONCE: tuple[int, ...] = (8, 16)
 """How many blocks a GPU drafts at a time, missing ones filled up: for fewer, reading the weights costs as much."""
 
 
@@ -99,6 +99,8 @@ class Walker:
         rounds = [partial(self._draft_some, count) for count in AT_ONCE]
         self._look, *rounds = captured([self._take_context, *rounds], device, pool)
         self._rounds = dict(zip(AT_ONCE, rounds, strict=True))
+        self._fixed = device.type == "cuda"
+        """Whether rounds have as many blocks as one of `AT_ONCE`, or just those there are."""
 
     def walk(self, batch: Batch, documents: Documents) -> list[Turn]:
         """The turns of a batch that the inputs hold, walked to their ends.
@@ -118,7 +120,7 @@ class Walker:
         self._look()
         while active := [i for i, turn in enumerate(turns) if places[i] < turn.stop - 1]:
             # Turns stand in the order of the batch, so their anchors are sorted.
-            active = active[: max(AT_ONCE)] if self._places.is_cuda else active
+            active = active[: max(AT_ONCE)] if self._fixed else active
             anchors, stops = [offsets[i] + places[i] for i in active], [offsets[i] + turns[i].stop for i in active]
             for i, right, margin in zip(active, *self._drafted(anchors, stops), strict=False):
                 turn, place = turns[i], places[i]
@@ -129,7 +131,7 @@ class Walker:
 
     def _drafted(self, anchors: list[int], stops: list[int]) -> list[list[float]]:
         """What `_draft` finds for those."""
-        if not self._places.is_cuda:
+        if not self._fixed:
             return self._draft(torch.tensor([anchors, stops])).tolist()
         count = min(count for count in AT_ONCE if count >= len(anchors))
         missing = count - len(anchors)
