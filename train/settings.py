@@ -53,12 +53,16 @@ class TrainSettings(BaseModel):
         "and weights are averaged every sync_every updates, for slow links",
     )
     sync_every: int = Field(50, ge=1, description="updates between averages, with sync = average")
-    save_every: int = Field(200, ge=1, description="updates between checkpoints; each epoch ends with one too")
+    save_every: int = Field(
+        200, ge=1, description="updates between checkpoints; each epoch ends with one too, once the store is filled"
+    )
     keep: int = Field(2, ge=1, description="last checkpoints kept")
     keep_every: int | None = Field(None, ge=1, description="checkpoints whose step is a multiple of it are kept too")
     keep_best: bool = Field(True, description="keep the checkpoint with the largest accepted length on held-out text")
     log_every: int = Field(10, ge=1, description="updates between lines of metrics")
-    validate_every: int | None = Field(None, ge=1, description="updates between validations; each epoch ends with one")
+    validate_every: int | None = Field(
+        None, ge=1, description="updates between validations; each epoch ends with one, once the store is filled"
+    )
     validate_documents: int = Field(64, ge=0, description="held-out documents of a validation")
     trackers: list[Literal["wandb", "trackio"]] = Field(
         default_factory=list, description="where metrics go beside TensorBoard; each must be installed"
