@@ -141,6 +141,7 @@ class Training:
     after_data: seconds to the first update since there was something to train on.
     updates: how many were made.
     memory: smallest and largest GiB that rank 0's allocator held.
+    reports: seconds since its start, tokens a second and share of waiting, of every ten updates.
     said: what the run said, with seconds since its start.
     """
 
@@ -152,6 +153,7 @@ class Training:
     after_data: float
     updates: int
     memory: tuple[float, float]
+    reports: list[tuple[float, float, float]] = field(repr=False)
     said: list[tuple[float, str]] = field(repr=False)
 
 
@@ -190,6 +192,10 @@ def training(command: Command, store: Path, gpus: int, until: float | None = Non
         first - max(data, command.began),
         updates,
         (min(held), max(held)),
+        [
+            (round(when - command.began, 1), round(values["tokens_per_second"]), values["share_waiting_for_data"])
+            for when, values in lines
+        ],
         [(round(when - command.began, 1), event["say"]) for when, event in told if "say" in event],
     )
 

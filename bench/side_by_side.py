@@ -220,7 +220,8 @@ class Bench:
         if self.said.out:
             self.said.out.write_text(json.dumps(self.found, indent=1))
         for name, values in plain.items():
-            short = {key: round(v, 3) if isinstance(v, float) else v for key, v in values.items() if key != "said"}
+            short = {key: v for key, v in values.items() if key not in ("said", "reports")}
+            short = {key: round(v, 3) if isinstance(v, float) else v for key, v in short.items()}
             if name == "memory":
                 short = {gpu: f"{min(seen)}-{max(seen)} GiB" for gpu, seen in values.items() if seen}
             console.print(f"{step} {name}: {short}")

@@ -37,21 +37,29 @@ def work(hybrid: Path, filled: Store, tmp_path: Path, monkeypatch: pytest.Monkey
     return tmp_path
 
 
-def started(folder: Path, said: list[str]) -> subprocess.Popen[str]:
-    """`dflash train` on two processes, once it has made an update; what it said until then goes to `said`."""
+def started(folder: Path, said: list[str], *more: str, until: str = "watch") -> subprocess.Popen[str]:
+    """`dflash train` on two processes, once it has made an update; what it said until then goes to `said`.
+
+    Or, with `until = "say"`, once it has said something.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "dflash_offline.pipelines.cli", "train", "--gpus", "cpu,cpu", "--json"],
+        [sys.executable, "-m", "dflash_offline.pipelines.cli", "train", "--gpus", "cpu,cpu", "--json", *more],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    follow(process, said, until)
+    return process
+
+
+def follow(process: subprocess.Popen[str], said: list[str], until: str) -> None:
     assert process.stdout
     for line in process.stdout:
         content: dict[str, Any] = json.loads(line)
         said.append(content.get("say", ""))
-        if "watch" in content:
-            return process
+        if until in content:
+            return
     raise AssertionError(process.communicate()[1])
 
 
@@ -79,6 +87,21 @@ def test_ranks_stop_together_go_on_and_end_with_one_that_is_killed(work: Path) -
     assert len(errors.splitlines()) == 1
     assert f"resuming from {saved}" in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_ranks_wait_together_and_are_stopped_there_too(work: Path, filled: Store) -> None:
+    later = "--wait", "--set", f"store.path={work / 'later'}"
+    said: list[str] = []
+    for stop in (True, False):
+        with started(work, said, *later, until="say") as process:
+            if not stop:
+                shutil.copytree(str(filled.place), work / "later")
+                follow(process, said, "watch")
+            process.terminate()
+            _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert errors == "dflash: stopped; run the same command again to go on\n"
+    assert said[:2] == [f"waiting for the first training documents of {work / 'later'}"] * 2
 
 
 def test_a_run_is_named_by_what_differs(work: Path) -> None:
