@@ -51,6 +51,7 @@ class Inputs:
         loss_mask: `[T]` bool.
         doc_start: `[T]` int64, T in padding.
         number: int64 scalar, the global micro-batch number.
+        copied: on a GPU, when the batch loaded last had come there.
     """
 
     def __init__(self, like: Batch, device: torch.device, dtype: torch.dtype) -> None:
@@ -69,7 +70,7 @@ class Inputs:
             self._staged_small = torch.zeros_like(self._small, device=device, pin_memory=False)
             self._staged = [_like(tensor, device) for tensor in _tensors(like)]
             self._stream = torch.cuda.Stream(device)
-            self._taken, self._copied = torch.cuda.Event(), torch.cuda.Event()
+            self._taken, self.copied = torch.cuda.Event(), torch.cuda.Event()
 
     def load(self, batch: Batch, number: int) -> None:
         """Begin to bring a batch over; `take` makes it the one that is computed with. It must stay until `sent`."""
@@ -85,20 +86,21 @@ class Inputs:
             self._staged_small.copy_(self._small, non_blocking=True)
             for staged, tensor in zip(self._staged, _tensors(batch), strict=True):
                 staged.copy_(tensor, non_blocking=True)
-            self._copied.record()
+            self.copied = torch.cuda.Event(enable_timing=True)
+            self.copied.record()
 
     def take(self) -> None:
         """Put the loaded batch into the fixed buffers, in the order of the device's work."""
         if self.device.type != "cuda":
             return
-        torch.cuda.current_stream(self.device).wait_event(self._copied)
+        torch.cuda.current_stream(self.device).wait_event(self.copied)
         self._spread(self._staged_small, self._staged)
         self._taken.record()
 
     def sent(self) -> None:
         """Wait until the loaded batch's memory may be written again."""
         if self.device.type == "cuda":
-            self._copied.synchronize()
+            self.copied.synchronize()
 
     @torch.no_grad()
     def _spread(self, small: torch.Tensor, states: list[torch.Tensor]) -> None:

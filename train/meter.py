@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from ..store import BatchStream
+from .idle import Idle
 
 SLOW = 0.2
 """Share of the time spent waiting from which on data is the limit."""
@@ -23,10 +24,11 @@ class Meter:
     """Args:
     device: where the run trains.
     before: seconds that the run has taken in earlier processes.
+    idle: of a GPU; elsewhere what waits is this process.
     """
 
-    def __init__(self, device: torch.device, before: float) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, before: float, idle: Idle | None = None) -> None:
+        self._device, self._idle = device, idle
         self._began = time.perf_counter() - before
         self._last = time.perf_counter()
         self._tokens = 0
@@ -40,8 +42,9 @@ class Meter:
 
     def follow(self, stream: BatchStream) -> None:
         """Count from now on, with what is waited for this stream."""
-        self._stream, self._waited = stream, stream.waited
-        self._last, self._tokens = time.perf_counter(), 0
+        self._stream = stream
+        self._wait_from_here()
+        self._last, self._tokens, self._waited = time.perf_counter(), 0, self._seconds_waited()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -49,11 +52,12 @@ class Meter:
         began = time.perf_counter()
         yield
         self._last += time.perf_counter() - began
+        self._wait_from_here()
 
     def read(self) -> tuple[dict[str, float], float]:
         """Numbers since this was asked last, and over how many seconds."""
         assert self._stream is not None
-        waited = self._stream.waited
+        waited = self._seconds_waited()
         now = time.perf_counter()
         seconds = max(now - self._last, 1e-9)
         share = min(1.0, (waited - self._waited) / seconds)
@@ -67,6 +71,16 @@ class Meter:
         self._slow = self._slow + 1 if share > SLOW else 0
         self._last, self._tokens, self._waited = now, 0, waited
         return found, seconds
+
+    def _wait_from_here(self) -> None:
+        if self._idle is not None:
+            self._idle.begin()
+
+    def _seconds_waited(self) -> float:
+        """For the stream, so far."""
+        if self._idle is not None:
+            return self._idle.seconds()
+        return self._stream.waited if self._stream else 0.0
 
     @property
     def starved(self) -> bool:

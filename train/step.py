@@ -20,6 +20,7 @@ from .attention import Blocks
 from .drafter import Drafter
 from .graphs import Pool, captured
 from .head import LmHead
+from .idle import Idle
 from .inputs import Inputs
 from .loss import BlockLoss, LossSettings, TargetRows, block_loss
 from .optimizer import Optimizer
@@ -170,6 +171,8 @@ class TrainStep:
         pool: Pool = None,
     ) -> None:
         self.device = forward.inputs.device
+        self.idle = Idle() if self.device.type == "cuda" else None
+        """How long a GPU waited for batches."""
         self._forward, self._optimizer, self._measured = forward, optimizer, measured
         self._ranks = ranks or alone(self.device)
         # Several backward passes an update: their sum is final only after the last, and the update adds it over ranks.
@@ -205,13 +208,20 @@ class TrainStep:
     def micro(self) -> None:
         """Forward and backward of the loaded batch; the gradient of the numerator accumulates."""
         self._forward.inputs.take()
+        if self.idle is not None:
+            self.idle.end(self._forward.inputs.copied)
         self._micro()
+        if self.idle is not None:
+            self.idle.begin()
 
     def update(self, rate: float) -> Report:
         """Update the weights from what accumulated. Returns what the update found, as `report`."""
         self._rate.fill_(rate)
         self._update()
-        return self.report()
+        report = self.report()
+        if self.idle is not None:
+            self.idle.begin()
+        return report
 
     def report(self) -> Report:
         """What the micro-batches since the last report gave, on its way to the host.

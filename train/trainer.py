@@ -161,7 +161,8 @@ class Trainer:
             weights, optimizer = self._drafter.state_dict(), self._optimizer.state()
             self._saver = Saver(weights, optimizer, self._ranks.device, self._listener)
         self._metrics = self._open_metrics() if self._ranks.leads else None
-        self._meter = Meter(self._ranks.device, self._metrics.seconds if self._metrics else 0.0)
+        before = self._metrics.seconds if self._metrics else 0.0
+        self._meter = Meter(self._ranks.device, before, self._step.idle)
         skipped, first = int(self._optimizer.skipped), at.step
         try:
             while not course.finished:
