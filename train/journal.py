@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ..store import DflashError
 from ..store.progress import Listener
+from .meter import Meter
 from .metrics import Metrics
 from .step import REPORTS, Found, Report
 
@@ -31,16 +32,16 @@ class Update:
     Attributes:
         step: updates done, this one included.
         documents: ids of the documents it was made from.
+        tokens: theirs, of all ranks.
         report: its numbers, on their way.
         line: what else is to be said of the steps up to this one, or None to say nothing yet.
-        seconds: what those steps took.
     """
 
     step: int
     documents: Sequence[str]
+    tokens: int
     report: Report
     line: dict[str, float] | None
-    seconds: float
 
 
 class Journal:
@@ -49,12 +50,13 @@ class Journal:
     Args:
         metrics: where lines go; None on a rank that does not lead.
         listener: told of updates that were left out, and what a line says.
+        meter: counts updates once they are made, for the lines.
         skipped: updates left out before.
         stop: whether a gradient that is not finite ends the run.
     """
 
-    def __init__(self, metrics: Metrics | None, listener: Listener, skipped: int, stop: bool) -> None:
-        self._metrics, self._listener, self._stop = metrics, listener, stop
+    def __init__(self, metrics: Metrics | None, listener: Listener, meter: Meter, skipped: int, stop: bool) -> None:
+        self._metrics, self._listener, self._meter, self._stop = metrics, listener, meter, stop
         self.skipped = skipped
         """Updates left out so far."""
         self._pending: deque[Update] = deque()
@@ -77,6 +79,7 @@ class Journal:
 
     def _take(self, update: Update) -> None:
         found = update.report.read()
+        self._meter.add(update.tokens)
         if found.stop and self.stop is None:
             self.stop = update.step
         if found.skipped > self.skipped:
@@ -86,11 +89,11 @@ class Journal:
             self._sum = found if self._sum is None else self._sum + found
         if update.line is not None:
             # Of updates that were made; where none was, there is no loss to tell.
-            told = {}
+            told, (rates, seconds) = {}, self._meter.read()
             if self._sum is not None:
-                slots = float(self._sum.supervised.sum()) / update.seconds
+                slots = float(self._sum.supervised.sum()) / seconds
                 told = {**self._sum.numbers(), "grad_norm": self._sum.grad_norm, "slots_per_second": slots}
-            told |= update.line
+            told |= update.line | rates
             if self._metrics is not None:
                 self._metrics.write(update.step, {**told, "skipped_updates": found.skipped})
             self._listener.watch({name: told[name] for name in WATCHED if name in told})

@@ -1,6 +1,7 @@
 """How fast a run goes: tokens a second, the share of time spent waiting for data, and memory, since it was last asked.
 
-A run whose GPUs wait for data is told so once, with what would help. Knows counts and clocks only.
+Told of updates once they are made, not when they are asked for: the host is ahead by a few. A run whose GPUs wait for
+data is told so once, with what would help. Knows counts and clocks only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from ..store import BatchStream
+from ..store.progress import Listener
 from .idle import Idle
 
 SLOW = 0.2
@@ -24,20 +26,21 @@ class Meter:
     """Args:
     device: where the run trains.
     before: seconds that the run has taken in earlier processes.
+    listener: told when data is the limit.
     idle: of a GPU; elsewhere what waits is this process.
     """
 
-    def __init__(self, device: torch.device, before: float, idle: Idle | None = None) -> None:
-        self._device, self._idle = device, idle
+    def __init__(self, device: torch.device, before: float, listener: Listener, idle: Idle | None = None) -> None:
+        self._device, self._listener, self._idle = device, listener, idle
         self._began = time.perf_counter() - before
         self._last = time.perf_counter()
         self._tokens = 0
         self._stream: BatchStream | None = None
         self._waited = 0.0
-        self._slow = 0
+        self._slow, self._told = 0, False
 
     def add(self, tokens: int) -> None:
-        """Count tokens that have been trained on, by all ranks."""
+        """Count tokens of an update that is made, by all ranks."""
         self._tokens += tokens
 
     def follow(self, stream: BatchStream) -> None:
@@ -56,7 +59,6 @@ class Meter:
 
     def read(self) -> tuple[dict[str, float], float]:
         """Numbers since this was asked last, and over how many seconds."""
-        assert self._stream is not None
         waited = self._seconds_waited()
         now = time.perf_counter()
         seconds = max(now - self._last, 1e-9)
@@ -69,6 +71,12 @@ class Meter:
         if self._device.type == "cuda":
             found["gpu_memory_gib"] = torch.cuda.memory_reserved(self._device) / 2**30
         self._slow = self._slow + 1 if share > SLOW else 0
+        if self._slow == PATIENCE and not self._told:
+            self._told = True
+            self._listener.say(
+                f"the run waits for data {share:.0%} of the time: the store's disk is the limit; "
+                "extract.encoding = fp8 halves the bytes, and a store in memory is faster"
+            )
         self._last, self._tokens, self._waited = now, 0, waited
         return found, seconds
 
@@ -81,8 +89,3 @@ class Meter:
         if self._idle is not None:
             return self._idle.seconds()
         return self._stream.waited if self._stream else 0.0
-
-    @property
-    def starved(self) -> bool:
-        """Whether data has been the limit for a while. True once."""
-        return self._slow == PATIENCE

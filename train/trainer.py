@@ -32,7 +32,6 @@ from .ranks import Ranks
 from .run_folder import RunFolder, versions
 from .saving import Saver
 from .settings import FREE_TO_CHANGE, TrainSettings
-from .step import Report
 from .stopping import StopSignal
 from .trackers import open_trackers
 from .validation import in_words
@@ -162,7 +161,7 @@ class Trainer:
             self._saver = Saver(weights, optimizer, self._ranks.device, self._listener)
         self._metrics = self._open_metrics() if self._ranks.leads else None
         before = self._metrics.seconds if self._metrics else 0.0
-        self._meter = Meter(self._ranks.device, before, self._step.idle)
+        self._meter = Meter(self._ranks.device, before, self._listener, self._step.idle)
         skipped, first = int(self._optimizer.skipped), at.step
         try:
             while not course.finished:
@@ -207,7 +206,7 @@ class Trainer:
     def _epoch(self, epoch: Epoch) -> None:
         settings, at, step, ranks = self._settings, self._at, self._step, self._ranks
         skipped = int(self._optimizer.skipped)
-        journal = Journal(self._metrics, self._listener, skipped, settings.non_finite == "stop")
+        journal = Journal(self._metrics, self._listener, self._meter, skipped, settings.non_finite == "stop")
         own, left = self._course.rest(epoch)
         first, before, stop = at.micro, at.batch, False
         if own and before and self._due(settings.validate_every, at.validated):
@@ -224,8 +223,11 @@ class Trainer:
                     rate = self._course.rate(before + done - at.batch)
                     report = step.update(rate)
                     at.step, at.batch, at.micro = at.step + 1, before + done, first + done
-                    self._meter.add(int(epoch.documents.length[used].sum()))
-                    self._note(journal, report, rate, _names(epoch.documents, used), last)
+                    line = {"epoch": at.epoch, "lr": rate} if last or at.step % settings.log_every == 0 else None
+                    names, tokens = _names(epoch.documents, used), int(epoch.documents.length[used].sum())
+                    journal.add(Update(at.step, names, tokens, report, line))
+                    self._watch_memory()
+                    self._listener.advance(1, journal.note)
                     stop = self._between(journal, last)
                 step.sent()  # the batch's memory is filled anew once the next one is asked for
         if stop and not self._course.finished:
@@ -241,21 +243,6 @@ class Trainer:
         )
         if self._memory and (grown := self._memory.grown()):
             self._listener.say(f"GPU memory grew in epoch {at.epoch} ({grown}): it should not after the first step")
-
-    def _note(self, journal: Journal, report: Report, rate: float, used: Sequence[str], last: bool) -> None:
-        """Write an update down."""
-        at, line, seconds = self._at, None, 1.0
-        if at.step % self._settings.log_every == 0 or last:
-            found, seconds = self._meter.read()
-            line = {"epoch": at.epoch, "lr": rate, **found}
-            if self._meter.starved:
-                self._listener.say(
-                    f"the run waits for data {100 * found['share_waiting_for_data']:.0f}% of the time: the store's "
-                    "disk is the limit; extract.encoding = fp8 halves the bytes, and a store in memory is faster"
-                )
-        journal.add(Update(at.step, used, report, line, seconds))
-        self._watch_memory()
-        self._listener.advance(1, journal.note)
 
     def _between(self, journal: Journal, last: bool) -> bool:
         """What is due after an update: averaging, validation, a checkpoint. Whether the run stops with the epoch.

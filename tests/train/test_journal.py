@@ -23,8 +23,11 @@ from dflash_offline.store.format import part_id
 from dflash_offline.store.progress import SILENT, Listener
 from dflash_offline.train.checkpoint import checkpoints
 from dflash_offline.train.journal import Journal, TrainError, Update
+from dflash_offline.train.meter import Meter
 from dflash_offline.train.metrics import Metrics
 from dflash_offline.train.step import REPORTS, Report
+
+METER = Meter(torch.device("cpu"), 0.0, SILENT)
 
 ODD = 0xDEAD
 """Id of a document that is added to a store."""
@@ -142,11 +145,11 @@ class Arrival:
 
 def update(step: int, arrival: Any, numbers: Sequence[float], line: dict[str, float] | None) -> Update:
     """An update of a block of 2: numerator, denominator, norm, skipped, stop, and three sums of its one slot."""
-    return Update(step, ["d"], Report(torch.tensor(numbers), arrival), line, 1.0)
+    return Update(step, ["d"], 8, Report(torch.tensor(numbers), arrival), line)
 
 
 def test_numbers_are_taken_as_they_arrive_in_the_order_of_steps(tmp_path: Path) -> None:
-    journal = Journal(Metrics(tmp_path, 0), SILENT, 0, stop=False)
+    journal = Journal(Metrics(tmp_path, 0), SILENT, METER, 0, stop=False)
     arrivals = [Arrival() for _ in range(REPORTS + 1)]
     for number, arrival in enumerate(arrivals[: REPORTS - 1]):
         line = {"lr": number + 1.0} if number % 2 else None
@@ -168,7 +171,7 @@ def test_numbers_are_taken_as_they_arrive_in_the_order_of_steps(tmp_path: Path) 
 
 
 def test_stopping_leaves_later_updates_unsaid(tmp_path: Path) -> None:
-    journal = Journal(Metrics(tmp_path, 0), SILENT, 3, stop=True)
+    journal = Journal(Metrics(tmp_path, 0), SILENT, METER, 3, stop=True)
     journal.add(update(7, Arrival(), [1, 2, 5, 3, 0, 1, 4, 0], {"lr": 1.0}))  # 3 were left out before the run began
     journal.add(update(8, Arrival(), [math.nan, 2, math.nan, 4, 0, 1, 4, 0], {"lr": 1.0}))
     journal.add(update(9, Arrival(), [1, 2, 5, 4, 0, 1, 4, 0], {"lr": 1.0}))
@@ -179,10 +182,10 @@ def test_stopping_leaves_later_updates_unsaid(tmp_path: Path) -> None:
 
 def test_many_documents_are_named_in_part(tmp_path: Path) -> None:
     said: list[str] = []
-    journal = Journal(Metrics(tmp_path, 0), hearing(said), 0, stop=True)
+    journal = Journal(Metrics(tmp_path, 0), hearing(said), METER, 0, stop=True)
     names = [f"d{number}" for number in range(20)]
     nothing = Report(torch.tensor([0.0, 0, math.nan, 1, 0, 0, 0, 0]), None)
-    journal.add(Update(1, names, nothing, {"lr": 1.0}, 1.0))  # nothing supervised is no reason to stop
+    journal.add(Update(1, names, 8, nothing, {"lr": 1.0}))  # nothing supervised is no reason to stop
     assert said == ["step 1 had nothing supervised (documents d0, d1, d2, d3, d4, d5, d6, d7, ...): no update was made"]
     assert "loss" not in metrics(tmp_path)[0]
     assert metrics(tmp_path)[0]["skipped_updates"] == 1
