@@ -9,8 +9,10 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	$(BIN)/dflash demo --out build/demo
 
+# Several files at a time, a thread each; most tests start processes and wait for them.
+WORKERS ?= 2
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The kill tests, a hundred kills each, with a seed of the day's own.
 soak: $(STAMP)
