@@ -54,7 +54,8 @@ class Meter:
         """Leave out the time of something that is not training: a validation."""
         began = time.perf_counter()
         yield
-        self._last += time.perf_counter() - began
+        # As long ago as it was when the pause began; at the earliest now, if it was read in between.
+        self._last = time.perf_counter() - max(0.0, began - self._last)
         self._wait_from_here()
 
     def read(self) -> tuple[dict[str, float], float]:

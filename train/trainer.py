@@ -270,8 +270,8 @@ class Trainer:
         )
         if not (stop or validate or save):
             return False
+        journal.settle()
         with self._meter.paused():
-            journal.settle()
             self._measure_and_save(validate and not stop, save or stop)
         if stop:
             self._stop()

@@ -83,6 +83,15 @@ def test_pauses_are_left_out(clock: Any) -> None:
     assert found["tokens_per_second"] == 200.0
     assert found["share_waiting_for_data"] == 0.5
     assert found["seconds"] == 58.0
+    clock.now += 1.0
+    meter.add(100)
+    with meter.paused():
+        clock.now += 1.0
+        meter.read()  # an update that was still on its way
+        clock.now += 30.0
+    meter.add(100)
+    clock.now += 4.0
+    assert meter.read()[0]["tokens_per_second"] == 25.0
 
 
 def test_waiting_is_told_of_once_and_only_if_it_lasts(clock: Any) -> None:
