@@ -105,9 +105,11 @@ class Saver:
         room = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without them
             room.madvise(mmap.MADV_HUGEPAGE)
-        # The system gives pages as they are touched: were that left to CUDA, training would stand still meanwhile.
-        memory = torch.frombuffer(room, dtype=torch.uint8).zero_()
+        memory = torch.frombuffer(room, dtype=torch.uint8)
         if self._device.type == "cuda":
+            # The system gives pages as they are touched: were that left to CUDA, training would stand still meanwhile.
+            # By numpy: torch would start threads for it, beside which those of the training process sleep and wake.
+            memory.numpy()[:: mmap.PAGESIZE] = 0
             # Registered, not allocated as pinned: torch's own allocator rounds up to a power of two.
             with torch.cuda.device(self._device):
                 code = int(_runtime().cudaHostRegister(memory.data_ptr(), total, 0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,3 +133,24 @@ def test_while_its_store_grows_a_run_saves_and_validates_when_that_is_due_and_no
     # Due in the middle of an epoch or at its end, and once more when the run is done.
     assert saved == [5, 10, 14]
     assert validated == [6, 12, 14]
+
+
+def test_saving_starts_no_threads_that_compute(tmp_path: Path) -> None:
+    """A second thread that computes with several makes those of the first sleep between operations: half the speed."""
+    program = """
+import os, sys, torch
+from pathlib import Path
+from dflash_offline.store.progress import SILENT
+from dflash_offline.train.saving import Saver
+def threads(): return len(os.listdir("/proc/self/task"))
+torch.set_num_threads(2)
+live = {"wide": torch.randn(2000, 1000)}
+(live["wide"] + 1).sum()
+before = threads()
+saver = Saver(live, {"moment": live["wide"] * 2}, torch.device("cpu"), SILENT)
+saver.save(Path(sys.argv[1]) / "step-00000001", {}, {"position": {}}, lambda: None)
+saver.settle()
+print(threads() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout == "1\n", done.stderr  # the one that saves
