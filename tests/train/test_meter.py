@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_journal import Arrival
 
 from dflash_offline.store.progress import SILENT
 from dflash_offline.train.journal import Journal, Update
@@ -31,18 +32,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = Clock()
     monkeypatch.setattr("dflash_offline.train.meter.time", found)
     return found
-
-
-class Arrival:
-    """An event that comes when it is let."""
-
-    there = False
-
-    def query(self) -> bool:
-        return self.there
-
-    def synchronize(self) -> None:
-        self.there = True
 
 
 def update(step: int, arrival: Any, line: dict[str, float] | None = None) -> Update:
